@@ -1,0 +1,331 @@
+"""Puts a verdict together from judged steps: outcome, ladder, first divergence, evidence."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tracediff.align import Alignment
+from tracediff.bisection import missing
+from tracediff.bisection.explain import Setting, divergence, explain, neighbours
+from tracediff.bisection.inheritance import Judged
+from tracediff.bisection.judge import StepJudge
+from tracediff.bisection.options import Options
+from tracediff.events import STAGE_RANK, STAGES
+from tracediff.trace import Trace
+from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
+
+_ALSO_LIMIT: Final = 10
+
+
+@dataclass(slots=True)
+class Step:
+    """One judged step."""
+
+    number: int
+    alignment: Alignment
+    judged: list[Judged]
+    judge: StepJudge
+    missing: list[Divergence]
+
+    def stage(self, name: str) -> list[Judged]:
+        return [j for j in self.judged if j.event.site.phase == name]
+
+
+def first_of(
+    step: Step, traces: tuple[Trace, Trace], passed_over: list[Judged]
+) -> Judged | Divergence | None:
+    """The first divergence of a step that was introduced there and does not heal."""
+    same_stack = traces[0].run.stack == traces[1].run.stack
+    introduced = [j for j in step.judged if j.mark == "diverged" and not j.inherited]
+    later = [j for j in step.judged if j.mark == "diverged" and j.event.site.phase != "rng"]
+    for judged in introduced:
+        idle = judged.event.site.phase == "rng" and not (same_stack and later)
+        if idle or _healed(judged, step):
+            passed_over.append(judged)
+        else:
+            lacking = step.missing[0] if step.missing else None
+            if lacking and (lacking.step, STAGE_RANK[lacking.stage], lacking.order) < judged.place:
+                return lacking
+            return judged
+    return step.missing[0] if step.missing else None
+
+
+def _healed(judged: Judged, step: Step) -> bool:
+    """Whether everything computed from a divergent value agrees again.
+
+    A consistent re-layout (queries and keys permuted alike) leaves the scores as they were.
+    """
+    if judged.kind != "value" or judged.event.site.phase not in ("forward", "backward"):
+        return False
+    order = judged.event.order
+    users = [j for j in step.judged if order in j.event.inputs]
+    return bool(users) and all(user.mark != "diverged" for user in users)
+
+
+class Assembly:
+    """Puts the verdict together from the judged steps."""
+
+    def __init__(
+        self, traces: tuple[Trace, Trace], steps: Sequence[Step], options: Options
+    ) -> None:
+        self._traces = traces
+        self._steps = steps
+        self._options = options
+        self._stacks = (traces[0].run.stack, traces[1].run.stack)
+        self._judged = [judged for step in steps for judged in step.judged]
+        self._environment = _environment(self._judged)
+        self._warnings = _warnings(traces)
+
+    def verdict(self) -> Verdict:
+        passed_over: list[Judged] = []
+        first = next(
+            (f for s in self._steps if (f := first_of(s, self._traces, passed_over)) is not None),
+            None,
+        )
+        if passed_over:
+            self._warnings += [_passed_over(judged) for judged in passed_over[:3]]
+        coverage = self._coverage()
+        unmatched = missing.groups(step.alignment for step in self._steps)
+        outcome, reason, found = self._outcome(first, coverage)
+        facts = Verdict(
+            outcome=outcome,
+            reason=reason,
+            baseline=str(self._traces[0].path),
+            target=str(self._traces[1].path),
+            first=found,
+            stages=tuple(self._stage(name, outcome) for name in STAGES),
+            coverage=coverage,
+            matched_by=Counter(judged.pair.matched_by for judged in self._judged),
+            unmatched=unmatched,
+            environment=self._environment,
+            trajectory=self._trajectory(),
+            warnings=tuple(self._warnings),
+        )
+        if found is None:
+            return replace(facts, last_agreeing=self._last_agreeing(None))
+        return replace(
+            facts,
+            last_agreeing=self._last_agreeing(first),
+            also=self._also(first),
+            neighbours=self._neighbours(first),
+            next_command=self._next_command(found),
+        )
+
+    # ---- outcome ---------------------------------------------------------------------------
+
+    def _outcome(
+        self, first: Judged | Divergence | None, coverage: float
+    ) -> tuple[str, str, Divergence | None]:
+        fault = _recorder_fault(self._traces, self._judged)
+        if fault:
+            return "incomparable", f"recorder fault: {fault}", None
+        if isinstance(first, Judged):
+            step = next(s for s in self._steps if s.number == first.event.site.step)
+            found = explain(first, self._traces, self._environment, step.judge.padding)
+            return "diverged", _sentence(found), found
+        if first is not None:
+            return "diverged", _sentence(first), first
+        counted = [j for j in self._judged if j.event.site.phase not in ("environment", "rng")]
+        if not counted:
+            return (
+                "incomparable",
+                "nothing could be compared: no event of one is in the other",
+                None,
+            )
+        gap = self._missing_steps()
+        if gap is not None:
+            return "diverged", _sentence(gap), gap
+        if coverage < self._options.min_coverage:
+            reason = (
+                f"coverage: only {coverage:.1%} of the events of the side that has fewer could be "
+                f"compared, {self._options.min_coverage:.0%} are asked for (--min-coverage)"
+            )
+            return "incomparable", reason, None
+        differing = [j for j in counted if j.mark != "identical"]
+        alone = self._stacks[0] == self._stacks[1] and not any(
+            step.alignment.baseline_only or step.alignment.target_only for step in self._steps
+        )
+        if not differing and alone:
+            return "identical", f"all {len(counted)} events compared are bit-equal", None
+        worst = max((j.error.rel_l2 for j in differing), default=0.0)
+        reason = (
+            f"{len(counted)} events agree: {len(counted) - len(differing)} bit-equal, "
+            f"{len(differing)} within what rounding explains (largest relative difference "
+            f"{worst:.1e})"
+        )
+        return "equivalent", reason, None
+
+    def _missing_steps(self) -> Divergence | None:
+        """Steps that a finished run should have and has not."""
+        steps = [set(trace.steps) for trace in self._traces]
+        for side, kind in enumerate(("missing", "extra")):
+            lacking = sorted(steps[side] - steps[1 - side])
+            if not lacking:
+                continue
+            other = self._traces[1 - side]
+            in_the_middle = lacking[0] < max(other.steps, default=-1)
+            if other.run.status == "finished" or in_the_middle:
+                name = ("baseline", "target")[1 - side]
+                return Divergence(
+                    stage="trajectory",
+                    step=lacking[0],
+                    site=f"{lacking[0]}/trajectory/step",
+                    path="step",
+                    port="out",
+                    kind=kind,
+                    meaning=f"the {name} has no step {lacking[0]}"
+                    f" ({len(lacking)} steps are on one side only)",
+                )
+            self._warnings.append(
+                f"{len(lacking)} steps are on one side only: the other run was cut off "
+                f"({other.run.status})"
+            )
+        return None
+
+    def _coverage(self) -> float:
+        matched = 0
+        only = [0, 0]
+        for step in self._steps:
+            matched += sum(j.event.site.phase not in ("environment", "rng") for j in step.judged)
+            only[0] += missing.uncounted(step.alignment.baseline_only)
+            only[1] += missing.uncounted(step.alignment.target_only)
+        return matched / (matched + min(only)) if matched else 0.0
+
+    def _stage(self, name: str, outcome: str) -> StageResult:
+        judged = [j for j in self._judged if j.event.site.phase == name]
+        only = tuple(
+            sum(e.site.phase == name for s in self._steps for e, _ in getattr(s.alignment, side))
+            for side in ("baseline_only", "target_only")
+        )
+        lacking = sum(d.stage == name for s in self._steps for d in s.missing)
+        diverged = sum(j.mark == "diverged" for j in judged) + lacking
+        differing = sum(j.mark != "identical" for j in judged)
+        reason = None
+        if not judged and not lacking:
+            mark = "not exercised"
+            reason = "recorded on neither side" if only == (0, 0) else "recorded on one side only"
+        elif diverged and (name != "rng" or outcome == "diverged"):
+            mark = "diverged"
+        else:
+            mark = "equivalent" if differing else "identical"
+        return StageResult(
+            stage=name,
+            outcome=mark,
+            compared=len(judged),
+            differing=differing,
+            diverged=diverged,
+            unmatched=(only[0], only[1]),
+            worst=max((j.error.rel_l2 for j in judged), default=0.0),
+            reason=reason,
+        )
+
+    # ---- around the first divergence -------------------------------------------------------
+
+    def _last_agreeing(self, first: Judged | Divergence | None) -> str | None:
+        place = _place(first) if first is not None else None
+        agreeing = [
+            j
+            for j in self._judged
+            if j.mark != "diverged"
+            and j.event.site.phase != "environment"
+            and (place is None or j.place < place)
+        ]
+        return str(agreeing[-1].event.site) if agreeing else None
+
+    def _also(self, first: Judged | Divergence | None) -> tuple[Divergence, ...]:
+        others = [
+            divergence(j)
+            for j in self._judged
+            if j.mark == "diverged" and not j.inherited and j is not first
+        ]
+        return tuple(others[:_ALSO_LIMIT])
+
+    def _neighbours(self, first: Judged | Divergence | None) -> tuple[Neighbour, ...]:
+        if not isinstance(first, Judged):
+            return ()
+        site = first.event.site
+        step = next(s for s in self._steps if s.number == site.step)
+        return neighbours(step.stage(site.phase), first)
+
+    def _next_command(self, found: Divergence) -> str:
+        baseline, target = (trace.path for trace in self._traces)
+        if found.stage in ("rendering", "loading", "rng", "optimizer", "trajectory"):
+            return f"tracediff diff {baseline} {target} --stage {found.stage} --step {found.step}"
+        return f"tracediff show {target} '{found.target_site or found.site}'"
+
+    def _trajectory(self) -> tuple[tuple[int, str, float, float], ...]:
+        rows = []
+        for judged in self._judged:
+            a, b = judged.pair.baseline, judged.pair.target
+            if a.site.phase == "trajectory" and a.shape == b.shape == () and a.fingerprint:
+                rows.append((a.site.step, a.site.path, a.fingerprint[4], b.fingerprint[4]))
+        return tuple(rows)
+
+
+def _place(first: Judged | Divergence) -> tuple[int, int, int]:
+    if isinstance(first, Judged):
+        return first.place
+    return first.step, STAGE_RANK[first.stage], first.order
+
+
+def _environment(judged: Sequence[Judged]) -> tuple[Setting, ...]:
+    return tuple(
+        (j.event.site.path, j.event.value, j.pair.target.value)
+        for j in judged
+        if j.event.site.phase == "environment" and j.mark != "identical"
+    )
+
+
+def _warnings(traces: tuple[Trace, Trace]) -> list[str]:
+    warnings = []
+    for name, trace in zip(("baseline", "target"), traces, strict=True):
+        warnings += [f"{name}: {note}" for note in trace.run.notes]
+        if trace.run.status != "finished":
+            what = trace.run.error or "it was cut off while recording"
+            warnings.append(f"{name}: the run did not finish ({what})")
+    return warnings
+
+
+def _passed_over(judged: Judged) -> str:
+    site = judged.event.site
+    if site.phase == "rng":
+        return f"the generators differ ({site}), with no effect on anything compared"
+    return (
+        f"healed: {site} differs by {judged.error.rel_l2:.1e}, everything computed from it agrees"
+    )
+
+
+def _recorder_fault(traces: tuple[Trace, Trace], judged: Sequence[Judged]) -> str | None:
+    """What makes a comparison say nothing about the models."""
+    if traces[0].path.resolve() == traces[1].path.resolve():
+        return "both arguments are the same trace; give two recordings"
+    zero: dict[int, int] = defaultdict(int)
+    outputs = [j.pair for j in judged if j.event.site.phase == "forward" and j.event.fingerprint]
+    for pair in outputs:
+        for side, event in enumerate((pair.baseline, pair.target)):
+            count, zeros = event.fingerprint[0], event.fingerprint[3]
+            zero[side] += bool(count) and zeros == count
+    for side, name in enumerate(("baseline", "target")):
+        if len(outputs) >= 4 and zero[side] > 0.5 * len(outputs):
+            return f"{zero[side]} of {len(outputs)} forward values of the {name} are all zero"
+    return None
+
+
+def _sentence(found: Divergence) -> str:
+    what = {
+        "missing": "is missing in the target",
+        "extra": "is only in the target",
+        "shape": "differs in shape",
+        "nonfinite": "is not finite on one side",
+        "text": "differs in text",
+        "ids": "differs in token IDs",
+        "labels": "differs in labels",
+        "setting": "is set differently",
+    }.get(found.kind, f"differs by {found.error.rel_l2:.1e}")
+    bound = f" where rounding explains {found.bound.rel_l2:.1e}" if found.bound else ""
+    meaning = f": {found.meaning}" if found.meaning else ""
+    place = f"step {found.step}, {found.stage}, {found.path}"
+    return f"first divergence at {place}: it {what}{bound}{meaning}"

@@ -1,0 +1,182 @@
+"""The descent: step by step down the ladder of stages, to the first divergent site."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tracediff.align import Alignment, align, load_rules
+from tracediff.bisection import missing
+from tracediff.bisection.assembly import Assembly, Step, first_of
+from tracediff.bisection.inheritance import State
+from tracediff.bisection.judge import StepJudge
+from tracediff.bisection.options import Options, parse_tolerances
+from tracediff.events import Event, Pair
+from tracediff.trace import Trace
+from tracediff.verdict import (
+    Cost,
+    ErrorFigures,
+    Verdict,
+)
+
+Progress = Callable[[str, int, int], None]
+"""Called with a description, how many steps are done, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRow:
+    """One row of `diff`: a pair of sites with its figures, or a site that one side lacks."""
+
+    site: str
+    target_site: str
+    matched_by: str
+    mark: str
+    error: ErrorFigures = field(default_factory=ErrorFigures)
+    bound: float = 0.0
+
+
+def bisect(
+    baseline: Path | str | Trace,
+    target: Path | str | Trace,
+    *,
+    rules: Path | None = None,
+    min_coverage: float = 0.9,
+    rtol: Sequence[str] = (),
+    atol: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Verdict:
+    """Compares two traces and names the first site at which they part.
+
+    Args:
+        baseline, target: Traces or their paths.
+        rules: A rules file with names of your own, see docs/alignment.md.
+        min_coverage: Fraction of events that must be compared for a clean verdict.
+        rtol, atol: `PATTERN=VALUE`, tolerances that replace the bound at matching sites.
+
+    Raises:
+        TraceError: A trace cannot be read.
+        UsageError, RulesError: An option is malformed.
+    """
+    started = time.perf_counter()
+    options = _options(rules, min_coverage, rtol, atol)
+    with ExitStack() as stack:
+        traces = _opened(baseline, stack), _opened(target, stack)
+        steps = []
+        for step in _steps(traces, options, progress):
+            steps.append(step)
+            if first_of(step, traces, []) is not None:
+                break
+        verdict = Assembly(traces, steps, options).verdict()
+        cost = Cost(
+            bytes_read=sum(trace.bytes_read for trace in traces),
+            bytes_stored=sum(trace.bytes_stored for trace in traces),
+            events=2 * sum(len(step.judged) for step in steps),
+            seconds=time.perf_counter() - started,
+        )
+    return replace(verdict, cost=cost)
+
+
+def diff(
+    baseline: Path | str | Trace,
+    target: Path | str | Trace,
+    *,
+    rules: Path | None = None,
+    rtol: Sequence[str] = (),
+    atol: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> list[SiteRow]:
+    """Compares two traces at every site of every common step.
+
+    Returns:
+        One row per pair in the order of the ladder and of execution, then the unmatched events.
+    """
+    options = _options(rules, 0.0, rtol, atol)
+    with ExitStack() as stack:
+        traces = _opened(baseline, stack), _opened(target, stack)
+        return [row for step in _steps(traces, options, progress) for row in _rows(step)]
+
+
+def _rows(step: Step) -> Iterator[SiteRow]:
+    for judged in step.judged:
+        yield SiteRow(
+            site=str(judged.event.site),
+            target_site=str(judged.pair.target.site),
+            matched_by=judged.pair.matched_by,
+            mark=judged.mark,
+            error=judged.error,
+            bound=judged.bound.rel_l2 if judged.bound else 0.0,
+        )
+    for event, reason in step.alignment.baseline_only:
+        yield SiteRow(site=str(event.site), target_site="", matched_by=reason, mark="unmatched")
+    for event, reason in step.alignment.target_only:
+        yield SiteRow(site="", target_site=str(event.site), matched_by=reason, mark="unmatched")
+
+
+def _options(
+    rules: Path | None, min_coverage: float, rtol: Sequence[str], atol: Sequence[str]
+) -> Options:
+    tolerances = parse_tolerances(rtol, atol)
+    if rules is None:
+        return Options(min_coverage=min_coverage, tolerances=tolerances)
+    return Options(load_rules(Path(rules)), min_coverage, tolerances)
+
+
+def _opened(trace: Path | str | Trace, stack: ExitStack) -> Trace:
+    return trace if isinstance(trace, Trace) else stack.enter_context(Trace(Path(trace)))
+
+
+def _steps(
+    traces: tuple[Trace, Trace], options: Options, progress: Progress | None
+) -> Iterator[Step]:
+    """Judges the steps that both traces have, in order."""
+    state = State()
+    common = sorted(set(traces[0].steps) & set(traces[1].steps))
+    stacks = (traces[0].run.stack, traces[1].run.stack)
+    for done, number in enumerate(common):
+        if progress:
+            progress(f"step {number}", done, len(common))
+        events = traces[0].events(number), traces[1].events(number)
+        alignment = _comparable(align(*events, stacks, options.rules), stacks)
+        judge = StepJudge(traces, alignment, events, state, options)
+        judged = judge.run()
+        yield Step(number, alignment, judged, judge, missing.missing(alignment, stacks))
+    if progress:
+        progress("done", len(common), len(common))
+
+
+def _comparable(alignment: Alignment, stacks: tuple[str, str]) -> Alignment:
+    """Takes pairs apart that two stacks lay out differently: never forced by reshaping."""
+    if stacks[0] == stacks[1]:
+        return alignment
+    apart = [pair for pair in alignment.pairs if _laid_out_differently(pair)]
+    if not apart:
+        return alignment
+    gone = {id(pair) for pair in apart}
+
+    def reason(pair: Pair) -> str:
+        return "ambiguous: laid out differently by the two stacks"
+
+    return Alignment(
+        pairs=tuple(pair for pair in alignment.pairs if id(pair) not in gone),
+        baseline_only=(*alignment.baseline_only, *((p.baseline, reason(p)) for p in apart)),
+        target_only=(*alignment.target_only, *((p.target, reason(p)) for p in apart)),
+        paths=alignment.paths,
+    )
+
+
+def _laid_out_differently(pair: Pair) -> bool:
+    a, b = pair.baseline, pair.target
+    shape = b.shape[::-1] if pair.layout == "transposed" else b.shape
+    if a.shape == shape or a.kind not in ("tensor", "labels", "mask", "ids"):
+        return False
+    return a.site.phase == "loss" or _count(a) == _count(b)
+
+
+def _count(event: Event) -> int:
+    count = 1
+    for size in event.shape:
+        count *= size
+    return count

@@ -1,0 +1,145 @@
+"""What a report says about one divergence: pattern, deviations, settings, neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from tracediff.bisection.inheritance import Judged
+from tracediff.bisection.judge import read_pair
+from tracediff.compare import settings
+from tracediff.compare.figures import is_float, largest_deviations, max_ulp
+from tracediff.compare.padding import Padding
+from tracediff.compare.patterns import recognise
+from tracediff.events import ROOT
+from tracediff.rendering import Difference, differ_ids, differ_text
+from tracediff.trace import Trace
+from tracediff.verdict import Deviation, Divergence, Neighbour
+
+Setting = tuple[str, Any, Any]
+
+_NEIGHBOURS: Final = 3
+_NOT_SETTINGS_OF_A_MODULE: Final = (
+    "version.",
+    "python.",
+    "platform.",
+    "env.",
+    "torch.",
+    "mlx.",
+    "warning[",
+    "tokenizer.",
+)
+
+
+def divergence(judged: Judged, *, origin: str | None = None) -> Divergence:
+    """The bare facts of a judged pair, without reading payloads."""
+    a, b = judged.pair.baseline, judged.pair.target
+    return Divergence(
+        stage=a.site.phase,
+        step=a.site.step,
+        site=str(a.site),
+        path=a.site.path,
+        port=a.site.port,
+        kind=judged.kind,
+        call=a.site.call,
+        order=a.order,
+        target_site=str(b.site),
+        op={"baseline": a.op, "target": b.op},
+        origin=origin or ("inherited" if judged.inherited else "introduced"),
+        error=judged.error,
+        bound=judged.bound,
+        where={"baseline": a.source, "target": b.source},
+        shapes={"baseline": a.shape, "target": b.shape},
+    )
+
+
+def explain(
+    judged: Judged,
+    traces: tuple[Trace, Trace],
+    environment: Sequence[Setting],
+    padding: Padding | None = None,
+) -> Divergence:
+    """The divergence with its pattern, largest deviations and the settings that bear on it."""
+    bare = divergence(judged)
+    relevant = tuple(setting for setting in environment if _bears_on(setting[0], bare.path))
+    if judged.kind == "setting":
+        return replace(bare, **_explain_setting(judged))
+    if judged.kind == "text":
+        difference = differ_text(str(judged.event.value), str(judged.pair.target.value))
+        return replace(bare, **_named(difference), settings=relevant)
+    values = read_pair(traces, judged.pair)
+    if values is None:
+        note = "no payload was kept: record this step at level module to see the values"
+        return replace(bare, meaning=note, settings=relevant)
+    counts = padding.counts(judged.event, values[0].shape) if padding else None
+    if judged.event.kind in ("ids", "labels", "mask") or not is_float(values[0].dtype):
+        found = differ_ids(*values, counts) if judged.event.kind != "state" else None
+        named = _named(found) if found else {}
+        return replace(bare, **named, deviations=_deviations(values, counts), settings=relevant)
+    pattern = recognise(*values, counts)
+    facts: dict[str, Any] = {}
+    if pattern:
+        facts = {
+            "pattern": pattern.name,
+            "meaning": pattern.meaning,
+            "detail": dict(pattern.detail),
+        }
+    if values[0].shape == values[1].shape:
+        facts["error"] = replace(judged.error, max_ulp=max_ulp(*values))
+    return replace(bare, **facts, deviations=_deviations(values, counts), settings=relevant)
+
+
+def neighbours(stage: Sequence[Judged], first: Judged) -> tuple[Neighbour, ...]:
+    """The compared sites around the first divergent one, in the order of execution."""
+    place = next(i for i, judged in enumerate(stage) if judged is first)
+    around = stage[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1]
+    return tuple(
+        Neighbour(
+            site=str(judged.event.site),
+            op=judged.event.op,
+            mark=judged.mark,
+            error=judged.error.rel_l2,
+            bound=judged.bound.rel_l2 if judged.bound else 0.0,
+        )
+        for judged in around
+    )
+
+
+def _explain_setting(judged: Judged) -> dict[str, Any]:
+    a, b = judged.event.value, judged.pair.target.value
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        differing = settings.differing(a, b)
+    else:
+        differing = {judged.event.site.path: (a, b)}
+    text = ", ".join(f"{name} is {x!r} against {y!r}" for name, (x, y) in differing.items())
+    return {
+        "meaning": text,
+        "detail": {name: {"baseline": x, "target": y} for name, (x, y) in differing.items()},
+        "settings": tuple((name, x, y) for name, (x, y) in differing.items()),
+        "pattern": "setting",
+    }
+
+
+def _named(difference: Difference) -> dict[str, Any]:
+    return {
+        "pattern": difference.pattern,
+        "meaning": difference.meaning,
+        "detail": dict(difference.detail),
+    }
+
+
+def _deviations(values: tuple[Any, Any], counts: Any) -> tuple[Deviation, ...]:
+    if values[0].shape != values[1].shape:
+        return ()
+    return largest_deviations(*values, counts)
+
+
+def _bears_on(setting: str, path: str) -> bool:
+    """Whether a setting is the model's configuration, or of a module at or above a path."""
+    if setting.startswith("config."):
+        return True
+    if setting.startswith(_NOT_SETTINGS_OF_A_MODULE):
+        return False
+    owner = setting.rpartition(".")[0]
+    return owner == ROOT or path == owner or path.startswith(f"{owner}.")

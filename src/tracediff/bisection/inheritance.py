@@ -1,0 +1,165 @@
+"""How errors travel: what each pair of a step inherits from the pairs it was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tracediff.events import ROOT, STAGE_RANK, Event, Pair
+from tracediff.verdict import Bound, ErrorFigures
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How far a value is apart: the part that rounding explains, and all of it."""
+
+    carry: float = 0.0
+    actual: float = 0.0
+
+    def __or__(self, other: Level) -> Level:
+        return Level(max(self.carry, other.carry), max(self.actual, other.actual))
+
+
+@dataclass(slots=True)
+class Judged:
+    """A pair with its mark (identical, equivalent, diverged) and the figures behind it."""
+
+    pair: Pair
+    mark: str
+    kind: str = "value"
+    error: ErrorFigures = field(default_factory=ErrorFigures)
+    bound: Bound | None = None
+    inherited: bool = False
+    masked: int = 0
+
+    @property
+    def event(self) -> Event:
+        return self.pair.baseline
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        site = self.event.site
+        return site.step, STAGE_RANK[site.phase], self.event.order
+
+
+class State:
+    """What is carried from step to step: how far parameters and optimizer state are apart."""
+
+    def __init__(self) -> None:
+        self.params: tuple[dict[str, Level], dict[str, Level]] = ({}, {})
+        self.moments: dict[tuple[str, str], Level] = {}
+
+    def below(self, side: int, path: str) -> Level:
+        """The worst parameter of a module and its submodules."""
+        if path.startswith(ROOT):
+            return _worst(self.params[side].values())
+        return _worst(
+            level
+            for name, level in self.params[side].items()
+            if name.startswith(path) and name[len(path) : len(path) + 1] in ("", ".")
+        )
+
+
+class Ledger:
+    """The levels of the pairs judged so far in a step, and what a further pair inherits."""
+
+    def __init__(self, events: tuple[Sequence[Event], Sequence[Event]], state: State) -> None:
+        self._events = tuple({event.order: event for event in side} for side in events)
+        self._state = state
+        self._of_order: tuple[dict[int, Level], dict[int, Level]] = ({}, {})
+        self._memo: dict[tuple[int, int], Level] = {}
+        self._by_site: dict[tuple[str, str, str], Judged] = {}
+        self._stage: dict[str, Level] = {}
+
+    def at(self, stage: str, path: str, port: str) -> Judged | None:
+        """The last judged pair at a site of the baseline."""
+        return self._by_site.get((stage, path, port))
+
+    def inherited(self, pair: Pair) -> Level:
+        level = self._stage_level(pair.baseline)
+        for side, event in enumerate((pair.baseline, pair.target)):
+            level |= _worst(self._level(side, order) for order in event.inputs)
+            if event.site.phase in ("forward", "trajectory") and event.site.port.startswith("out"):
+                level |= self._state.below(side, event.site.path)
+        return level
+
+    def _level(self, side: int, order: int) -> Level:
+        """How far an earlier event is apart; through unmatched ones to what they came from."""
+        if order in self._of_order[side]:
+            return self._of_order[side][order]
+        key = (side, order)
+        if key not in self._memo:
+            self._memo[key] = Level()  # a cycle, in a hostile trace, ends here
+            event = self._events[side].get(order)
+            if event is not None:
+                self._memo[key] = _worst(
+                    self._level(side, earlier) for earlier in event.inputs if earlier < order
+                ) | self._state.below(side, event.site.path)
+        return self._memo[key]
+
+    def _stage_level(self, event: Event) -> Level:
+        """What is inherited where the recorder knows no data flow: from the stage before."""
+        site = event.site
+        stage, port = site.phase, site.port
+        if stage == "rendering" or (stage == "forward" and not event.inputs):
+            return self._stage.get("rendering", Level())
+        if stage == "loss":
+            return self._stage.get("forward.last", Level()) | self._stage.get("rendering", Level())
+        if stage == "backward" and not event.inputs:
+            return self._stage.get("forward", Level()) | self._stage.get("loss", Level())
+        if stage == "optimizer":
+            if port.startswith("state."):
+                grad = self._level_at("optimizer", site.path, "grad")
+                return grad | self._state.moments.get((site.path, port), Level())
+            if port in ("update", "param"):
+                ports = ("grad", "state.exp_avg", "state.exp_avg_sq", "hyper", "update")
+                return _worst(self._level_at("optimizer", site.path, p) for p in ports if p != port)
+            if not event.inputs:
+                return (
+                    self._level_at("backward", site.path, "grad")
+                    | (self._stage.get("backward", Level()) if port == "out" else Level())
+                    | self._clipped(port)
+                )
+        if stage == "trajectory":
+            return _worst(self._stage.values()) | _worst(self._state.params[0].values())
+        return Level()
+
+    def _clipped(self, port: str) -> Level:
+        """A clipped gradient is divided by the norm of all of them."""
+        return self._level_at("optimizer", "clip_grad_norm", "out") if port == "grad" else Level()
+
+    def _level_at(self, stage: str, path: str, port: str) -> Level:
+        judged = self._by_site.get((stage, path, port))
+        return _level_of(judged) if judged else Level()
+
+    def remember(self, judged: Judged) -> Judged:
+        a, b = judged.pair.baseline, judged.pair.target
+        stage, path, port = a.site.phase, a.site.path, a.site.port
+        level = _level_of(judged)
+        self._of_order[0][a.order] = level
+        self._of_order[1][b.order] = level
+        self._by_site[stage, path, port] = judged
+        if stage not in ("environment", "rng"):
+            self._stage[stage] = self._stage.get(stage, Level()) | level
+        if stage == "forward" and a.site.port.startswith("out"):
+            self._stage["forward.last"] = level
+        if stage in ("loading", "optimizer") and port in ("param", "buffer"):
+            self._state.params[0][path] = level
+            self._state.params[1][b.site.path] = level
+        if stage == "optimizer" and port.startswith("state."):
+            self._state.moments[path, port] = level
+        return judged
+
+
+def _level_of(judged: Judged) -> Level:
+    if judged.mark != "diverged":
+        return Level(judged.error.rel_l2, judged.error.rel_l2)
+    bound = judged.bound.rel_l2 if judged.bound else 0.0
+    return Level(min(bound, judged.error.rel_l2), max(judged.error.rel_l2, bound * 1.001, 1e-12))
+
+
+def _worst(levels: Iterable[Level]) -> Level:
+    result = Level()
+    for level in levels:
+        result |= level
+    return result

@@ -1,0 +1,305 @@
+"""Judges the pairs of one step: identical, equivalent, or diverged, and if so introduced or not.
+
+An error is held to what rounding at the place can cause plus what its inputs already carry. Each
+judged pair therefore passes two figures on to what was computed from it: `carry`, the part that
+rounding explains, and `actual`, all of it. A pair beyond its bound has diverged; it is inherited
+if the `actual` error of its inputs accounts for it, and introduced otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.align import Alignment
+from tracediff.bisection.inheritance import Judged, Ledger, Level, State
+from tracediff.bisection.options import Options
+from tracediff.compare import bounds, optimizers, settings
+from tracediff.compare.figures import Figures, measure, unit_roundoff
+from tracediff.compare.padding import Padding
+from tracediff.errors import TraceError
+from tracediff.events import EXACT_KINDS, STAGE_RANK, Event, Pair
+from tracediff.trace import Trace
+from tracediff.trace.summary import FINGERPRINT_FIELDS
+from tracediff.verdict import Bound, ErrorFigures
+
+_L2: Final = FINGERPRINT_FIELDS.index("l2")
+_ABS_MEAN: Final = FINGERPRINT_FIELDS.index("abs_mean")
+_LOADING_ULPS: Final = 2.0
+"""Parameters may differ by the rounding of one conversion, and by no more."""
+
+
+class StepJudge:
+    """Judges the pairs of one step in the order of the ladder.
+
+    Args:
+        traces: Baseline and target, from which payloads are read where digests differ.
+        state: Carried over from the step before; updated.
+    """
+
+    def __init__(
+        self,
+        traces: tuple[Trace, Trace],
+        alignment: Alignment,
+        events: tuple[Sequence[Event], Sequence[Event]],
+        state: State,
+        options: Options,
+    ) -> None:
+        self._traces = traces
+        self._alignment = alignment
+        self._state = state
+        self._ledger = Ledger(events, state)
+        self._options = options
+        self._params_after = {
+            pair.baseline.site.path: pair
+            for pair in alignment.pairs
+            if (pair.baseline.site.phase, pair.baseline.site.port) == ("optimizer", "param")
+        }
+        self.padding = Padding(*self._masks(events))
+
+    def run(self) -> list[Judged]:
+        """Judges every pair of the step.
+
+        Returns:
+            In the order of the ladder, then of execution.
+        """
+        pairs = sorted(
+            self._alignment.pairs,
+            key=lambda pair: (STAGE_RANK[pair.baseline.site.phase], pair.baseline.order),
+        )
+        return [self._ledger.remember(self._judge(pair)) for pair in pairs]
+
+    # ---- one pair --------------------------------------------------------------------------
+
+    def _judge(self, pair: Pair) -> Judged:
+        a, b = pair.baseline, pair.target
+        if a.kind == "setting" or b.kind == "setting":
+            return self._judge_setting(pair)
+        if a.kind == "text" or b.kind == "text":
+            return Judged(pair, "identical" if a.value == b.value else "diverged", kind="text")
+        shape = b.shape[::-1] if pair.layout == "transposed" else b.shape
+        if a.shape != shape:
+            return self._beyond(pair, "shape", Level())
+        if a.digest == b.digest and a.dtype == b.dtype and pair.layout == "same":
+            return Judged(pair, "identical")
+        if a.kind in EXACT_KINDS or not (_is_float(a) and _is_float(b)):
+            return self._judge_exact(pair)
+        return self._judge_tensor(pair)
+
+    def _judge_setting(self, pair: Pair) -> Judged:
+        a, b = pair.baseline.value, pair.target.value
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            same = not settings.differing(a, b)
+        else:
+            same = settings.equal(a, b)
+        if same:
+            return Judged(pair, "identical")
+        if pair.baseline.site.phase == "environment":
+            return Judged(pair, "equivalent", kind="setting")
+        return self._beyond(pair, "setting", Level())
+
+    def _judge_exact(self, pair: Pair) -> Judged:
+        kind = pair.baseline.kind if pair.baseline.kind in ("ids", "labels") else "value"
+        values = self._values(pair)
+        if values is None:
+            return self._beyond(pair, kind, self._ledger.inherited(pair))
+        figures = measure(*values, self.padding.counts(pair.baseline, values[0].shape))
+        if not figures.error.differing and not figures.nonfinite:
+            return Judged(pair, "equivalent" if figures.masked else "identical")
+        return self._beyond(pair, kind, self._ledger.inherited(pair), figures)
+
+    def _judge_tensor(self, pair: Pair) -> Judged:
+        inherited = self._ledger.inherited(pair)
+        values = self._values(pair)
+        if values is None:
+            figures = _estimate(pair)
+        else:
+            figures = measure(*values, self.padding.counts(pair.baseline, values[0].shape))
+        if figures.nonfinite:
+            return self._beyond(pair, "nonfinite", inherited, figures)
+        bound, error = self._bound(pair, inherited.carry, figures, values)
+        error_of_place = error.rel_l2
+        within = error_of_place <= bound.rel_l2 and (
+            error.estimated
+            or pair.baseline.site.phase not in ("loading", "forward")
+            or error.max_rel <= bounds.ELEMENT_HEADROOM * bound.rel_l2
+        )
+        override = self._options.tolerance(str(pair.baseline.site))
+        if override is not None and values is not None:
+            within = override.accepts(*values)
+            bound = Bound(rel_l2=override.rtol, derivation=f"--rtol/--atol {override.pattern}")
+        if within:
+            exact = not error.differing and not error.estimated
+            mark = "identical" if exact and not figures.masked else "equivalent"
+            return Judged(pair, mark, error=error, bound=bound, masked=figures.masked)
+        judged = self._beyond(pair, "value", inherited, figures, bound)
+        judged.error = error
+        return judged
+
+    def _beyond(
+        self,
+        pair: Pair,
+        kind: str,
+        inherited: Level,
+        figures: Figures | None = None,
+        bound: Bound | None = None,
+    ) -> Judged:
+        """A pair that diverged: inherited if its inputs are beyond theirs and account for it."""
+        error = figures.error if figures else ErrorFigures(rel_l2=1.0, differing=1.0)
+        gain = bounds.GAIN.get(pair.baseline.site.phase, bounds.DEFAULT_GAIN)
+        accounted = error.rel_l2 <= gain * inherited.actual or kind != "value"
+        tainted = inherited.actual > inherited.carry
+        return Judged(
+            pair,
+            "diverged",
+            kind=kind,
+            error=error,
+            bound=bound,
+            inherited=tainted and accounted,
+            masked=figures.masked if figures else 0,
+        )
+
+    # ---- bounds ----------------------------------------------------------------------------
+
+    def _bound(
+        self,
+        pair: Pair,
+        carry: float,
+        figures: Figures,
+        values: tuple[NDArray[Any], NDArray[Any]] | None,
+    ) -> tuple[Bound, ErrorFigures]:
+        """The bound of a pair of tensors, and the error that is held to it."""
+        a, b = pair.baseline, pair.target
+        error = figures.error
+        if a.site.phase == "loading":
+            ulp = 2 * unit_roundoff(max((a.dtype, b.dtype), key=unit_roundoff))
+            return Bound(rel_l2=_LOADING_ULPS * ulp, derivation="one conversion"), error
+        if a.site.phase == "optimizer" and a.site.port == "update":
+            return self._bound_update(pair, carry, error, values)
+        if a.site.phase == "optimizer" and a.site.port == "param":
+            return self._bound_param(pair), error
+        return bounds.bound(a, b, carry), error
+
+    def _bound_update(
+        self,
+        pair: Pair,
+        carry: float,
+        error: ErrorFigures,
+        values: tuple[NDArray[Any], NDArray[Any]] | None,
+    ) -> tuple[Bound, ErrorFigures]:
+        explained = self._explain_update(pair, values) if values is not None else None
+        if explained is None:
+            roundoff = unit_roundoff(pair.baseline.dtype)
+            limit = optimizers.sign_like_bound(carry, roundoff)
+            return Bound(rel_l2=limit, derivation=f"{pair.baseline.op} update of its state"), error
+        unexplained, allowed = explained
+        if unexplained <= allowed:
+            derivation = f"{pair.baseline.op} formula on each side's own state"
+            return Bound(rel_l2=max(allowed, error.rel_l2), derivation=derivation), error
+        return Bound(rel_l2=allowed, derivation=f"{pair.baseline.op} formula"), error
+
+    def _explain_update(
+        self, pair: Pair, values: tuple[NDArray[Any], NDArray[Any]]
+    ) -> tuple[float, float] | None:
+        path = pair.baseline.site.path
+        found = {
+            port: self._ledger.at("optimizer", path, port)
+            for port in ("hyper", "state.exp_avg", "state.exp_avg_sq")
+        }
+        params = self._params_after.get(path)
+        if None in found.values() or params is None or pair.baseline.op not in optimizers.ADAM:
+            return None
+        moments = [
+            self._values(judged.pair)
+            for port, judged in found.items()
+            if port != "hyper" and judged is not None
+        ]
+        after = self._values(params)
+        if after is None or any(moment is None for moment in moments):
+            return None
+        hyper = found["hyper"].event.value  # type: ignore[union-attr]
+        predicted = tuple(
+            optimizers.adam_update(
+                moments[0][side],  # type: ignore[index]
+                moments[1][side],  # type: ignore[index]
+                after[side].astype(np.float64) - values[side].astype(np.float64),
+                hyper | {"decoupled": pair.baseline.op == "AdamW"},
+            )
+            for side in (0, 1)
+        )
+        roundoff = unit_roundoff(pair.baseline.dtype)
+        return optimizers.residual(values, predicted, after, roundoff)  # type: ignore[arg-type]
+
+    def _bound_param(self, pair: Pair) -> Bound:
+        """A parameter after its update: apart by what it was before plus what the update adds."""
+        path = pair.baseline.site.path
+        before = self._state.params[0].get(path, Level())
+        update = self._ledger.at("optimizer", path, "update")
+        added = 0.0
+        if update is not None and update.mark != "diverged":
+            added = update.error.rel_l2 * _norm(update.event) / (_norm(pair.baseline) or 1.0)
+        roundoff = unit_roundoff(pair.baseline.dtype)
+        return Bound(
+            rel_l2=1.01 * (before.carry + added) + 8 * roundoff,
+            derivation="parameter before and update",
+        )
+
+    # ---- values ----------------------------------------------------------------------------
+
+    def _values(self, pair: Pair) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        return read_pair(self._traces, pair)
+
+    def _masks(
+        self, events: tuple[Sequence[Event], Sequence[Event]]
+    ) -> tuple[list[NDArray[Any]], Mapping[str, int]]:
+        """The attention masks of the step's batches, from whichever side shows them."""
+        for trace, side in zip(self._traces, events, strict=True):
+            masks = [e for e in side if e.site.path == "batch.attention_mask" and len(e.shape) == 2]
+            if masks and all(event.payload for event in masks):
+                calls = Counter(
+                    e.site.path
+                    for e in events[0]
+                    if e.site.phase == "forward" and e.site.port == "out"
+                )
+                return [trace.array(event) for event in masks], calls
+        return [], {}
+
+
+def read_pair(traces: tuple[Trace, Trace], pair: Pair) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    """Both payloads in the baseline's layout, or None where a side kept none."""
+    if pair.baseline.payload is None or pair.target.payload is None:
+        return None
+    a, b = traces[0].array(pair.baseline), traces[1].array(pair.target)
+    if a.dtype.kind == "V" or b.dtype.kind == "V":
+        raise TraceError(f"{pair.baseline.site}: the payload's dtype is unknown")
+    return a, b.T if pair.layout == "transposed" else b
+
+
+def _estimate(pair: Pair) -> Figures:
+    """Error figures without the values: from sketches, or else from fingerprints."""
+    a, b = pair.baseline, pair.target
+    scale = _norm(a) or _norm(b) or 1.0
+    if a.sketch is not None and b.sketch is not None and pair.layout == "same":
+        distance = float(np.linalg.norm(a.sketch - b.sketch)) / scale
+    else:
+        distance = abs(_norm(a) - _norm(b)) / scale
+        if a.fingerprint and b.fingerprint and a.fingerprint[_ABS_MEAN]:
+            change = abs(a.fingerprint[_ABS_MEAN] - b.fingerprint[_ABS_MEAN])
+            distance = max(distance, change / a.fingerprint[_ABS_MEAN])
+    nonfinite = 0
+    if a.fingerprint and b.fingerprint:
+        nonfinite = int(sum(abs(a.fingerprint[i] - b.fingerprint[i]) for i in (1, 2)))
+    error = ErrorFigures(rel_l2=distance, max_ulp=None, differing=1.0, estimated=True)
+    return Figures(error, nonfinite)
+
+
+def _norm(event: Event) -> float:
+    return event.fingerprint[_L2] if event.fingerprint else 0.0
+
+
+def _is_float(event: Event) -> bool:
+    return event.dtype.startswith(("float", "bfloat", "complex"))

@@ -1,0 +1,93 @@
+"""Events that one side lacks: which of them are a divergence, and how the rest are told."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from tracediff.align import Alignment, canonical
+from tracediff.events import STAGE_RANK, Event
+from tracediff.verdict import Divergence, Unmatched
+
+_DECISIVE: Final = ("loading", "forward", "loss", "backward", "optimizer")
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
+
+
+def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
+    """Divergences of kind `missing` (the target lacks it) and `extra` (only the target has it).
+
+    Between runs of one stack every event has to be there. Between stacks, modules differ by
+    design, so an event counts as missing only if its like (the same name with another layer
+    number) was matched: one layer out of four is missing, an activation module that the other
+    stack has nowhere is not.
+    """
+    found = []
+    sides = ((alignment.baseline_only, "missing"), (alignment.target_only, "extra"))
+    for side, (events, kind) in enumerate(sides):
+        likes = {
+            (_like(stacks[side], _event(pair, side)), _event(pair, side).site.port)
+            for pair in alignment.pairs
+        }
+        for event, reason in events:
+            if event.site.phase not in _DECISIVE or reason.startswith("ignored"):
+                continue
+            if stacks[0] == stacks[1] or (
+                event.site.phase in ("loading", "forward")
+                and event.site.call == 0
+                and (_like(stacks[side], event), event.site.port) in likes
+            ):
+                found.append(_divergence(event, kind, reason))
+    return sorted(found, key=lambda d: (d.step, STAGE_RANK[d.stage], d.order))
+
+
+def groups(alignments: Iterable[Alignment]) -> tuple[Unmatched, ...]:
+    """All unmatched events, counted by side, reason and name without layer numbers."""
+    counts: dict[tuple[str, str, str], list[Event]] = defaultdict(list)
+    for alignment in alignments:
+        for side, events in (
+            ("baseline", alignment.baseline_only),
+            ("target", alignment.target_only),
+        ):
+            for event, reason in events:
+                like = f"{event.site.phase}/{_NUMBER.sub('*', event.site.path)}:{event.site.port}"
+                counts[side, like, reason].append(event)
+    rows = [
+        Unmatched(side=side, example=like, count=len(events), reason=reason)
+        for (side, like, reason), events in counts.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.side, -row.count)))
+
+
+def _like(stack: str, event: Event) -> tuple[str, str]:
+    return event.site.phase, _NUMBER.sub("*", canonical(stack, event.site.path))
+
+
+def _event(pair: object, side: int) -> Event:
+    event: Event = getattr(pair, ("baseline", "target")[side])
+    return event
+
+
+def _divergence(event: Event, kind: str, reason: str) -> Divergence:
+    site = event.site
+    side = "baseline" if kind == "missing" else "target"
+    return Divergence(
+        stage=site.phase,
+        step=site.step,
+        site=str(site),
+        path=site.path,
+        port=site.port,
+        kind=kind,
+        call=site.call,
+        order=event.order,
+        op={side: event.op},
+        meaning=f"only the {side} has it: {reason}",
+        where={side: event.source},
+        shapes={side: event.shape},
+    )
+
+
+def uncounted(events: Sequence[tuple[Event, str]]) -> int:
+    """How many unmatched events count against coverage: settings of one side do not."""
+    return sum(event.site.phase not in ("environment", "rng") for event, _ in events)

@@ -1,0 +1,56 @@
+"""How large an error rounding can explain at a place, given the errors of what it was made from.
+
+Two parts. The **floor** is the rounding committed at the place itself: a reduction of length K in
+arithmetic of unit roundoff u errs by about `u * sqrt(K)` relative to its data (Higham and Mary, "A
+new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019), and storing
+the result adds one rounding of the output dtype. The **gain** is how much a place may amplify the
+relative error of its inputs before that counts as an error of its own.
+
+The gains are first-order limits per stage, chosen with head-room over what a clean pair of real
+runs shows (see docs/deciding.md for the measurement), not derived per operation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from tracediff.compare.figures import unit_roundoff
+from tracediff.events import Event
+from tracediff.verdict import Bound
+
+GAIN: Final = {"forward": 16.0, "loss": 64.0, "backward": 64.0, "optimizer": 16.0}
+DEFAULT_GAIN: Final = 64.0
+
+ELEMENT_HEADROOM: Final = 64.0
+"""Largest relative error of one element over that of the whole tensor, for rounding."""
+
+SETTING_TOLERANCE: Final = 2.0**-20
+"""Relative: a learning rate computed in float32 on one side and in float64 on the other."""
+
+_FLOOR_CONSTANT: Final = 8.0
+
+
+def floor(event: Event, other: Event) -> tuple[float, str]:
+    """Relative error that rounding at the place itself can cause, and its derivation.
+
+    K is the length of the last dimension, the one that matrix products, norms and softmax reduce
+    over; accumulation is taken to be in float32 for 16-bit types, as both stacks do.
+    """
+    dtype = max((event.dtype, other.dtype), key=unit_roundoff)
+    storage = unit_roundoff(dtype)
+    accumulation = min(storage, unit_roundoff("float32"))
+    length = max((*event.shape[-1:], *other.shape[-1:], 1))
+    value = _FLOOR_CONSTANT * accumulation * math.sqrt(length)
+    if storage > accumulation:
+        value += 4 * storage
+    return value, f"{event.op or 'value'} K={length} {dtype}"
+
+
+def bound(event: Event, other: Event, inherited: float) -> Bound:
+    """Bound of the relative L2 error of a tensor, given the largest error it inherits."""
+    local, derivation = floor(event, other)
+    gain = GAIN.get(event.site.phase, DEFAULT_GAIN)
+    if inherited:
+        derivation += f", inputs apart by {inherited:.1e} x{gain:g}"
+    return Bound(rel_l2=local + gain * inherited, derivation=derivation)

@@ -1,0 +1,51 @@
+"""Which elements of a tensor count: rows of padding tokens do not.
+
+What a model computes at padded positions is nobody's result, and stacks differ there by design
+(a padded row may see the padding, or nothing, or the mean of everything).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.events import Event
+
+Mask = NDArray[np.bool_]
+
+
+class Padding:
+    """The padding masks of one step's batches, looked up by the shape of a tensor."""
+
+    def __init__(self, masks: Sequence[NDArray[Any]], calls: Mapping[str, int]) -> None:
+        """
+        Args:
+            masks: One array (batch, sequence) per model call, non-zero where a token counts.
+            calls: Calls per path in the step, which relate `#call` to the model call.
+        """
+        self._masks = [np.asarray(mask).astype(bool) for mask in masks]
+        self._calls = calls
+
+    def counts(self, event: Event, shape: tuple[int, ...]) -> Mask | None:
+        """Boolean mask broadcastable to `shape`, or None where every element counts."""
+        mask = self._mask_of(event)
+        if mask is None or mask.all() or not shape:
+            return None
+        batch, length = mask.shape
+        if shape[:2] == (batch, length):
+            return mask.reshape(batch, length, *(1,) * (len(shape) - 2))
+        if len(shape) == 4 and (shape[0], shape[2]) == (batch, length):
+            return mask[:, None, :, None]
+        if shape[0] == batch * length and len(shape) <= 2:
+            return mask.reshape(-1, *(1,) * (len(shape) - 1))
+        return None
+
+    def _mask_of(self, event: Event) -> Mask | None:
+        if not self._masks:
+            return None
+        per_batch = max(1, self._calls.get(event.site.path, 1) // len(self._masks))
+        index = event.site.call // per_batch
+        return self._masks[min(index, len(self._masks) - 1)]

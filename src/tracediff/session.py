@@ -1,0 +1,263 @@
+"""Recording a run: the context manager `record`, and running a script under it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import runpy
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tracediff.errors import ScriptError, StackError, TracediffError, UsageError
+from tracediff.events import Run
+from tracediff.recording import Policy, Recorder, Tape, attached
+from tracediff.stacks import guess, load_recorder
+from tracediff.trace import TraceWriter
+from tracediff.trace.summary import digest_value
+
+_ENVIRONMENT_VARIABLES: Final = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTHONHASHSEED",
+    "TOKENIZERS_PARALLELISM",
+)
+
+
+@contextmanager
+def record(
+    output: str | Path,
+    *,
+    stack: str,
+    level: str = "module",
+    steps: str | None = None,
+    sketch_every: int = 100,
+    overwrite: bool = False,
+    argv: Sequence[str] = (),
+    source: str = "",
+) -> Iterator[Tape]:
+    """Records everything that runs inside the `with` block into a trace.
+
+    Args:
+        output: Where the trace is written; must not exist unless `overwrite`.
+        stack: `pytorch`, `mlx`, or the name of an installed third-party stack.
+        level: `digest` or `module`.
+        steps: Steps whose payloads are kept, such as `0:3,100`; all by default.
+        sketch_every: At level `digest`, steps at which every event keeps a sketch.
+
+    Raises:
+        UsageError: An option is out of its range.
+        StackError: The stack is unknown or not installed.
+        TraceExistsError: `output` holds something.
+    """
+    policy = Policy(level=level, steps=parse_steps(steps), sketch_every=sketch_every)
+    recorder_class = load_recorder(stack)
+    run = Run(
+        stack=stack,
+        argv=tuple(argv or sys.argv),
+        level=level,
+        source_digest=digest_value(source).hex() if source else "",
+        started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        settings={"steps": steps, "sketch_every": sketch_every},
+    )
+    writer = TraceWriter(output, run, overwrite=overwrite)
+    tape = Tape(writer, policy)
+    recorder = recorder_class(tape)
+    tape.emit_settings(_environment(recorder))
+    _watch_generators(tape)
+    try:
+        with attached(recorder), _recorded_warnings(tape):
+            yield tape
+    except BaseException as error:
+        writer.finish("failed", _one_line(error))
+        raise
+    writer.finish("finished")
+
+
+def record_script(
+    script: str,
+    args: Sequence[str],
+    *,
+    output: Path,
+    stack: str | None = None,
+    level: str = "module",
+    steps: str | None = None,
+    sketch_every: int = 100,
+    overwrite: bool = False,
+) -> Run:
+    """Runs a Python script as `python SCRIPT ARGS` would, under a recorder.
+
+    Returns:
+        The manifest of the finished run.
+
+    Raises:
+        UsageError: The script does not exist.
+        ScriptError: The script raised, exited with an error, or never called a model. What it
+            did until then is in the trace.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise UsageError(f"{script} is not a file: give the path of a Python script after --")
+    stack = stack if stack not in (None, "auto") else guess(path)
+    argv = [str(path), *args]
+    try:
+        with (
+            record(
+                output,
+                stack=stack,
+                level=level,
+                steps=steps,
+                sketch_every=sketch_every,
+                overwrite=overwrite,
+                argv=argv,
+                source=path.read_text(encoding="utf-8", errors="replace"),
+            ) as tape,
+            _as_main(path, argv),
+        ):
+            runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise ScriptError(_kept(script, f"exited with {error.code}", output)) from None
+    except (TracediffError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise ScriptError(_kept(script, f"raised {_one_line(error)}", output)) from error
+    if not tape.seen_model:
+        raise ScriptError(
+            f"{script} ended without calling a {stack} model, so nothing can be compared: check "
+            "the script and --stack"
+        )
+    return tape.writer.run
+
+
+def parse_steps(text: str | None) -> list[range] | None:
+    """Reads `0:3,100` as steps 0, 1, 2 and 100.
+
+    Raises:
+        UsageError: It is of another form.
+    """
+    if text is None:
+        return None
+    ranges = []
+    for part in text.split(","):
+        start, colon, stop = part.partition(":")
+        try:
+            first = int(start)
+            last = int(stop) if colon else first + 1
+        except ValueError:
+            first, last = -1, -1
+        if first < 0 or last <= first:
+            raise UsageError(f"--steps {text!r}: {part!r} is no step; write for example 0:3,100")
+        ranges.append(range(first, last))
+    return ranges
+
+
+def _kept(script: str, what: str, output: Path) -> str:
+    return f"{script} {what}; what was recorded until then is in {output}"
+
+
+def _one_line(error: BaseException) -> str:
+    """`ValueError: message (train.py:41)`, the place being the last line of the user's code."""
+    text = " ".join(str(error).split())
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not _is_library(frame.filename)
+    ]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def _is_library(filename: str) -> bool:
+    return (
+        "site-packages" in filename
+        or filename.startswith(("<", sys.base_prefix))
+        or Path(filename).parent == Path(__file__).parent
+    )
+
+
+@contextmanager
+def _as_main(path: Path, argv: list[str]) -> Iterator[None]:
+    """`sys.argv` and `sys.path[0]` as the script would find them when run by itself."""
+    old_argv, old_path = sys.argv, list(sys.path)
+    sys.argv = argv
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv = old_argv
+        sys.path[:] = old_path
+
+
+def _environment(recorder: Recorder) -> Mapping[str, Any]:
+    settings: dict[str, Any] = {
+        "python.version": platform.python_version(),
+        "platform.system": platform.system(),
+        "platform.machine": platform.machine(),
+    }
+    for name in ("numpy", "tokenizers", "transformers", "jinja2"):
+        try:
+            settings[f"version.{name}"] = version(name)
+        except PackageNotFoundError:
+            continue
+    for name, value in recorder.versions().items():
+        settings[f"version.{name}"] = value
+    for name in _ENVIRONMENT_VARIABLES:
+        if name in os.environ:
+            settings[f"env.{name}"] = os.environ[name]
+    return settings | dict(recorder.environment())
+
+
+def _watch_generators(tape: Tape) -> None:
+    """Records the states of Python's and NumPy's global generators at the start of each step."""
+
+    def states() -> dict[str, np.ndarray[Any, Any]]:
+        numpy_state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
+        return {
+            "python": np.array(random.getstate()[1], dtype=np.uint32),
+            "numpy": np.append(numpy_state["key"], np.uint32(numpy_state["pos"])),
+        }
+
+    before = states()
+
+    def emit() -> None:
+        for name, state in states().items():
+            touched = not np.array_equal(state, before[name])
+            tape.emit("rng", name, "state", state, kind="state", attributes={"touched": touched})
+
+    tape.on_step_start.append(emit)
+
+
+@contextmanager
+def _recorded_warnings(tape: Tape) -> Iterator[None]:
+    """Puts each distinct warning into the trace, and shows it as before."""
+    seen: set[str] = set()
+    show = warnings.showwarning
+
+    def recorded(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+        text = f"{category.__name__}: {message}"
+        if text not in seen:
+            tape.emit("environment", f"warning[{len(seen)}]", "out", text, kind="setting")
+            seen.add(text)
+        show(message, category, *args, **kwargs)
+
+    warnings.showwarning = recorded
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
+__all__ = ["StackError", "parse_steps", "record", "record_script"]

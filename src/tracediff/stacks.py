@@ -1,0 +1,132 @@
+"""Finds recorders and replayers by name and imports them only when they are asked for."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, Final, cast
+
+from tracediff.errors import StackError
+from tracediff.recording import Recorder
+
+FRAMEWORKS: Final[Mapping[str, str]] = {"pytorch": "torch", "mlx": "mlx"}
+"""The module whose absence means that a built-in stack is not installed."""
+
+_STACK_OF_MODULE: Final[Mapping[str, str]] = {
+    "torch": "pytorch",
+    "peft": "pytorch",
+    "trl": "pytorch",
+    "accelerate": "pytorch",
+    "mlx": "mlx",
+    "mlx_lm": "mlx",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackInfo:
+    """One stack as `tracediff stacks` lists it; `hint` says how to install what is missing."""
+
+    name: str
+    recorder: bool
+    replayer: bool
+    installed: bool
+    versions: Mapping[str, str] = field(default_factory=dict)
+    hint: str = ""
+
+
+def names(kind: str = "recorder") -> list[str]:
+    """Names of all stacks with a recorder (or a replayer), built in or from entry points."""
+    return sorted(_modules(kind) | {entry.name for entry in _entry_points(kind)})
+
+
+def available() -> list[StackInfo]:
+    """All stacks, with what each can do here. Imports no framework."""
+    recorders, replayers = set(names("recorder")), set(names("replayer"))
+    return [_describe(name, recorders, replayers) for name in sorted(recorders | replayers)]
+
+
+def load_recorder(name: str) -> type[Recorder]:
+    """Imports the recorder of a stack.
+
+    Raises:
+        StackError: The stack is unknown, or its framework is not installed. An import error from
+            inside a framework that is there is raised as it is.
+    """
+    for entry in _entry_points("recorder"):
+        if entry.name == name:
+            return cast("type[Recorder]", entry.load())
+    if name not in _modules("recorder"):
+        known = ", ".join(names("recorder"))
+        raise StackError(f"stack {name!r} is unknown: use one of {known}")
+    framework = FRAMEWORKS.get(name)
+    if framework and importlib.util.find_spec(framework) is None:
+        raise StackError(f"stack {name!r} needs {framework}: pip install 'tracediff-ml[{name}]'")
+    module = importlib.import_module(f"tracediff.recorders.{name}_recorder")
+    return cast("type[Recorder]", module.Recorder)
+
+
+def guess(script: Path) -> str:
+    """The stack that a script imports, read from its source without running it.
+
+    Raises:
+        StackError: It imports none or several; the message says how to choose.
+    """
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"), filename=str(script))
+    except (SyntaxError, ValueError) as error:
+        raise StackError(f"{script} is no Python source ({error}): give a Python script") from None
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
+    }
+    found = sorted({_STACK_OF_MODULE[name] for name in imported if name in _STACK_OF_MODULE})
+    if len(found) == 1:
+        return found[0]
+    seen = f"imports {' and '.join(found)}" if found else "imports no framework that is known"
+    raise StackError(f"{script} {seen}: say which with --stack {'|'.join(names())}")
+
+
+def _describe(name: str, recorders: set[str], replayers: set[str]) -> StackInfo:
+    framework = FRAMEWORKS.get(name)
+    installed = framework is None or importlib.util.find_spec(framework) is not None
+    versions = {}
+    if framework and installed:
+        try:
+            versions[framework] = version(framework)
+        except PackageNotFoundError:
+            versions[framework] = "unknown"
+    hint = "" if installed else f"pip install 'tracediff-ml[{name}]'"
+    return StackInfo(
+        name=name,
+        recorder=name in recorders,
+        replayer=name in replayers,
+        installed=installed,
+        versions=versions,
+        hint=hint,
+    )
+
+
+def _modules(kind: str) -> set[str]:
+    package = importlib.import_module(f"tracediff.{kind}s")
+    suffix = f"_{kind}"
+    return {
+        module.name.removesuffix(suffix)
+        for module in iter_modules(package.__path__)
+        if module.name.endswith(suffix)
+    }
+
+
+def _entry_points(kind: str) -> Any:
+    return entry_points(group=f"tracediff.{kind}s")

@@ -1,0 +1,7 @@
+"""Trace format version 1: the only code that knows about zarr, numcodecs and ZIP segments."""
+
+from tracediff.trace.reader import Trace
+from tracediff.trace.verify import Damage, Verification, verify
+from tracediff.trace.writer import TraceWriter
+
+__all__ = ["Damage", "Trace", "TraceWriter", "Verification", "verify"]

@@ -1,0 +1,161 @@
+"""Digest, fingerprint and sketch of an array: what an event keeps when it keeps no payload.
+
+All three are functions of the logical value alone (shape, dtype, elements in C order), so the same
+tensor gives the same summary on every stack and device.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+FINGERPRINT_FIELDS: Final = (
+    "count",
+    "nan",
+    "inf",
+    "zero",
+    "mean",
+    "abs_mean",
+    "l2",
+    "third_moment",
+    "fourth_moment",
+    "min",
+    "q05",
+    "q25",
+    "q50",
+    "q75",
+    "q95",
+    "max",
+)
+"""Fields of a fingerprint, in order. Moments and quantiles are of the finite elements."""
+
+SKETCH_SIZE: Final = 256
+QUANTILE_LIMIT: Final = 1 << 20
+"""Quantiles of larger tensors are NaN: partitioning them would cost more than recording them."""
+
+_QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+_BLOCK: Final = 1 << 16
+_SKETCH_SEED: Final = 0x9E3779B97F4A7C15
+
+
+def digest(array: NDArray[Any]) -> bytes:
+    """xxh3-128 of the elements in C order, little-endian: 16 bytes.
+
+    Shape and dtype are no part of it; they are compared as fields of the event.
+    """
+    contiguous = np.ascontiguousarray(array)
+    if contiguous.dtype.byteorder == ">":
+        contiguous = contiguous.astype(contiguous.dtype.newbyteorder("<"))
+    return xxhash.xxh3_128_digest(contiguous.reshape(-1).view(np.uint8).data)
+
+
+def digest_value(value: Any) -> bytes:
+    """xxh3-128 of a text (UTF-8, lone surrogates kept) or of the canonical JSON of a value."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+
+
+def fingerprint(array: NDArray[Any]) -> tuple[float, ...]:
+    """Statistics that do not change when a tensor is transposed, reshaped or permuted.
+
+    Returns:
+        One float64 per name in `FINGERPRINT_FIELDS`. Sums are accumulated in float64 over blocks,
+        so that a re-layout changes them by rounding in float64 only.
+    """
+    flat = _flat(array)
+    sums = np.zeros(7)  # nan, inf, zero, sum, abs, square, cube; the fourth power stands alone
+    fourth, low, high = 0.0, np.inf, -np.inf
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, flat.size, _BLOCK):
+            block = flat[start : start + _BLOCK].astype(np.float64)
+            finite = np.isfinite(block)
+            if not finite.all():
+                nan = np.count_nonzero(np.isnan(block))
+                sums[:2] += nan, block.size - np.count_nonzero(finite) - nan
+                block = block[finite]
+            if not block.size:
+                continue
+            square = block * block
+            sums[2:] += (
+                block.size - np.count_nonzero(block),
+                block.sum(),
+                np.abs(block).sum(),
+                square.sum(),
+                np.dot(square, block),
+            )
+            fourth += float(np.dot(square, square))
+            low, high = min(low, float(block.min())), max(high, float(block.max()))
+    finite_count = flat.size - sums[0] - sums[1]
+    if not finite_count:
+        return (float(flat.size), sums[0], sums[1], 0.0, *([0.0] * 12))
+    mean, abs_mean, third, kurt = (
+        float(s) / finite_count for s in (sums[3], sums[4], sums[6], fourth)
+    )
+    return (
+        float(flat.size),
+        float(sums[0]),
+        float(sums[1]),
+        float(sums[2]),
+        mean,
+        abs_mean,
+        float(np.sqrt(sums[5])),
+        third,
+        kurt,
+        low,
+        *_quantiles(flat),
+        high,
+    )
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    """The elements in C order; a complex one counts as two, so that its phase shows."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+
+
+def _quantiles(flat: NDArray[Any]) -> tuple[float, ...]:
+    """Order statistics (no interpolation) of the finite elements, NaN above `QUANTILE_LIMIT`."""
+    if flat.size > QUANTILE_LIMIT:
+        return (float("nan"),) * len(_QUANTILES)
+    values = flat.astype(np.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
+    if values.dtype.kind == "f":
+        values = values[np.isfinite(values)]
+    ranks = [int(q * (values.size - 1)) for q in _QUANTILES]
+    values.partition(sorted(set(ranks)))
+    return tuple(float(values[rank]) for rank in ranks)
+
+
+def sketch(array: NDArray[Any]) -> NDArray[np.float64]:
+    """A linear random projection onto 256 signed buckets, accumulated in float64.
+
+    The Euclidean norm of the difference of two sketches estimates that of the tensors
+    (the count sketch of Charikar, Chen and Farach-Colton, 2002). Bucket and sign of an element
+    come from a hash of its place in C order with a seed fixed by the trace format.
+    """
+    flat = _flat(array)
+    total = np.zeros(SKETCH_SIZE)
+    for start in range(0, flat.size, _BLOCK):
+        block = flat[start : start + _BLOCK].astype(np.float64)
+        buckets, signs = _buckets(start)
+        total += np.bincount(
+            buckets[: block.size], weights=block * signs[: block.size], minlength=SKETCH_SIZE
+        )
+    return total
+
+
+@lru_cache(maxsize=64)
+def _buckets(start: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """Bucket and sign of the `_BLOCK` elements from `start` on (splitmix64 of the index)."""
+    with np.errstate(over="ignore"):
+        z = np.arange(start, start + _BLOCK, dtype=np.uint64) * np.uint64(_SKETCH_SEED)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    buckets = (z & np.uint64(SKETCH_SIZE - 1)).astype(np.intp)
+    signs = np.where(z >> np.uint64(63), -1.0, 1.0)
+    return buckets, signs
