@@ -268,6 +268,8 @@ class Tape:
                 `setting` for the rest.
             inputs: Orders of the events that the value was computed from.
         """
+        if isinstance(value, np.generic):
+            value = np.asarray(value)
         array = value if isinstance(value, np.ndarray) else None
         kind = kind or _default_kind(value)
         with self._lock:

@@ -15,9 +15,11 @@ from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.options import Options
 from tracediff.events import STAGE_RANK, STAGES
 from tracediff.trace import Trace
+from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
 
 _ALSO_LIMIT: Final = 10
+_MEAN: Final = FINGERPRINT_FIELDS.index("mean")
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ class Assembly:
             return "diverged", _sentence(found), found
         if first is not None:
             return "diverged", _sentence(first), first
-        counted = [j for j in self._judged if j.event.site.phase not in ("environment", "rng")]
+        counted = [j for j in self._judged if j.event.site.phase != "environment"]
         if not counted:
             return (
                 "incomparable",
@@ -260,8 +262,10 @@ class Assembly:
         rows = []
         for judged in self._judged:
             a, b = judged.pair.baseline, judged.pair.target
-            if a.site.phase == "trajectory" and a.shape == b.shape == () and a.fingerprint:
-                rows.append((a.site.step, a.site.path, a.fingerprint[4], b.fingerprint[4]))
+            scalars = a.shape == b.shape == () and a.fingerprint and b.fingerprint
+            if a.site.phase == "trajectory" and scalars:
+                values = a.fingerprint[_MEAN], b.fingerprint[_MEAN]
+                rows.append((a.site.step, a.site.path, *values))
         return tuple(rows)
 
 

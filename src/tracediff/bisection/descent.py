@@ -148,23 +148,27 @@ def _steps(
 
 
 def _comparable(alignment: Alignment, stacks: tuple[str, str]) -> Alignment:
-    """Takes pairs apart that two stacks lay out differently: never forced by reshaping."""
-    if stacks[0] == stacks[1]:
-        return alignment
-    apart = [pair for pair in alignment.pairs if _laid_out_differently(pair)]
+    """Takes apart the pairs that cannot be compared, and lists them with the reason."""
+    apart = [(pair, why) for pair in alignment.pairs if (why := _incomparable(pair, stacks))]
     if not apart:
         return alignment
-    gone = {id(pair) for pair in apart}
-
-    def reason(pair: Pair) -> str:
-        return "ambiguous: laid out differently by the two stacks"
-
+    gone = {id(pair) for pair, _ in apart}
     return Alignment(
         pairs=tuple(pair for pair in alignment.pairs if id(pair) not in gone),
-        baseline_only=(*alignment.baseline_only, *((p.baseline, reason(p)) for p in apart)),
-        target_only=(*alignment.target_only, *((p.target, reason(p)) for p in apart)),
+        baseline_only=(*alignment.baseline_only, *((pair.baseline, why) for pair, why in apart)),
+        target_only=(*alignment.target_only, *((pair.target, why) for pair, why in apart)),
         paths=alignment.paths,
     )
+
+
+def _incomparable(pair: Pair, stacks: tuple[str, str]) -> str | None:
+    """Why a pair says nothing, or None. Ambiguous pairs are never forced by reshaping."""
+    untouched = [e.attributes.get("touched") is False for e in (pair.baseline, pair.target)]
+    if pair.baseline.site.phase == "rng" and all(untouched):
+        return "neither seeded nor drawn from"
+    if stacks[0] != stacks[1] and _laid_out_differently(pair):
+        return "ambiguous: laid out differently by the two stacks"
+    return None
 
 
 def _laid_out_differently(pair: Pair) -> bool:

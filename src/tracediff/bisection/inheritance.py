@@ -16,6 +16,11 @@ class Level:
     carry: float = 0.0
     actual: float = 0.0
 
+    @property
+    def tainted(self) -> bool:
+        """Whether more than rounding is passed on."""
+        return self.actual > self.carry
+
     def __or__(self, other: Level) -> Level:
         return Level(max(self.carry, other.carry), max(self.actual, other.actual))
 
@@ -31,6 +36,7 @@ class Judged:
     bound: Bound | None = None
     inherited: bool = False
     masked: int = 0
+    level: Level = field(default_factory=Level)
 
     @property
     def event(self) -> Event:
@@ -130,12 +136,12 @@ class Ledger:
 
     def _level_at(self, stage: str, path: str, port: str) -> Level:
         judged = self._by_site.get((stage, path, port))
-        return _level_of(judged) if judged else Level()
+        return judged.level if judged else Level()
 
     def remember(self, judged: Judged) -> Judged:
         a, b = judged.pair.baseline, judged.pair.target
         stage, path, port = a.site.phase, a.site.path, a.site.port
-        level = _level_of(judged)
+        level = judged.level
         self._of_order[0][a.order] = level
         self._of_order[1][b.order] = level
         self._by_site[stage, path, port] = judged
@@ -149,13 +155,6 @@ class Ledger:
         if stage == "optimizer" and port.startswith("state."):
             self._state.moments[path, port] = level
         return judged
-
-
-def _level_of(judged: Judged) -> Level:
-    if judged.mark != "diverged":
-        return Level(judged.error.rel_l2, judged.error.rel_l2)
-    bound = judged.bound.rel_l2 if judged.bound else 0.0
-    return Level(min(bound, judged.error.rel_l2), max(judged.error.rel_l2, bound * 1.001, 1e-12))
 
 
 def _worst(levels: Iterable[Level]) -> Level:

@@ -29,6 +29,7 @@ from tracediff.verdict import Bound, ErrorFigures
 
 _L2: Final = FINGERPRINT_FIELDS.index("l2")
 _ABS_MEAN: Final = FINGERPRINT_FIELDS.index("abs_mean")
+_SMALLEST: Final = 1e-30
 _LOADING_ULPS: Final = 2.0
 """Parameters may differ by the rounding of one conversion, and by no more."""
 
@@ -80,7 +81,9 @@ class StepJudge:
         if a.kind == "setting" or b.kind == "setting":
             return self._judge_setting(pair)
         if a.kind == "text" or b.kind == "text":
-            return Judged(pair, "identical" if a.value == b.value else "diverged", kind="text")
+            if a.value == b.value:
+                return Judged(pair, "identical")
+            return self._beyond(pair, "text", self._ledger.inherited(pair))
         shape = b.shape[::-1] if pair.layout == "transposed" else b.shape
         if a.shape != shape:
             return self._beyond(pair, "shape", Level())
@@ -121,9 +124,10 @@ class StepJudge:
             figures = measure(*values, self.padding.counts(pair.baseline, values[0].shape))
         if figures.nonfinite:
             return self._beyond(pair, "nonfinite", inherited, figures)
-        bound, error = self._bound(pair, inherited.carry, figures, values)
-        error_of_place = error.rel_l2
-        within = error_of_place <= bound.rel_l2 and (
+        error = figures.error
+        bound, explained = self._bound(pair, inherited, error, values)
+        level = _passed_on(pair, inherited, error.rel_l2)
+        within = error.rel_l2 <= bound.rel_l2 and (
             error.estimated
             or pair.baseline.site.phase not in ("loading", "forward")
             or error.max_rel <= bounds.ELEMENT_HEADROOM * bound.rel_l2
@@ -135,9 +139,11 @@ class StepJudge:
         if within:
             exact = not error.differing and not error.estimated
             mark = "identical" if exact and not figures.masked else "equivalent"
-            return Judged(pair, mark, error=error, bound=bound, masked=figures.masked)
-        judged = self._beyond(pair, "value", inherited, figures, bound)
-        judged.error = error
+            if not inherited.tainted:
+                level = Level(error.rel_l2, error.rel_l2)
+            return Judged(pair, mark, error=error, bound=bound, masked=figures.masked, level=level)
+        judged = self._beyond(pair, "value", inherited, figures, bound, explained)
+        judged.level = level
         return judged
 
     def _beyond(
@@ -147,20 +153,21 @@ class StepJudge:
         inherited: Level,
         figures: Figures | None = None,
         bound: Bound | None = None,
+        explained: bool = False,
     ) -> Judged:
         """A pair that diverged: inherited if its inputs are beyond theirs and account for it."""
         error = figures.error if figures else ErrorFigures(rel_l2=1.0, differing=1.0)
         gain = bounds.GAIN.get(pair.baseline.site.phase, bounds.DEFAULT_GAIN)
-        accounted = error.rel_l2 <= gain * inherited.actual or kind != "value"
-        tainted = inherited.actual > inherited.carry
+        accounted = error.rel_l2 <= gain * inherited.actual or kind != "value" or explained
         return Judged(
             pair,
             "diverged",
             kind=kind,
             error=error,
             bound=bound,
-            inherited=tainted and accounted,
+            inherited=inherited.tainted and accounted,
             masked=figures.masked if figures else 0,
+            level=Level(0.0, max(error.rel_l2, _SMALLEST)),
         )
 
     # ---- bounds ----------------------------------------------------------------------------
@@ -168,39 +175,39 @@ class StepJudge:
     def _bound(
         self,
         pair: Pair,
-        carry: float,
-        figures: Figures,
+        inherited: Level,
+        error: ErrorFigures,
         values: tuple[NDArray[Any], NDArray[Any]] | None,
-    ) -> tuple[Bound, ErrorFigures]:
-        """The bound of a pair of tensors, and the error that is held to it."""
+    ) -> tuple[Bound, bool]:
+        """The bound of a pair of tensors, and whether its inputs alone explain its error."""
         a, b = pair.baseline, pair.target
-        error = figures.error
         if a.site.phase == "loading":
             ulp = 2 * unit_roundoff(max((a.dtype, b.dtype), key=unit_roundoff))
-            return Bound(rel_l2=_LOADING_ULPS * ulp, derivation="one conversion"), error
+            return Bound(rel_l2=_LOADING_ULPS * ulp, derivation="one conversion"), False
         if a.site.phase == "optimizer" and a.site.port == "update":
-            return self._bound_update(pair, carry, error, values)
+            return self._bound_update(pair, inherited, error, values)
         if a.site.phase == "optimizer" and a.site.port == "param":
-            return self._bound_param(pair), error
-        return bounds.bound(a, b, carry), error
+            return self._bound_param(pair), False
+        return bounds.bound(a, b, inherited.carry), False
 
     def _bound_update(
         self,
         pair: Pair,
-        carry: float,
+        inherited: Level,
         error: ErrorFigures,
         values: tuple[NDArray[Any], NDArray[Any]] | None,
-    ) -> tuple[Bound, ErrorFigures]:
-        explained = self._explain_update(pair, values) if values is not None else None
-        if explained is None:
+    ) -> tuple[Bound, bool]:
+        op = pair.baseline.op
+        found = self._explain_update(pair, values) if values is not None else None
+        if found is None:
             roundoff = unit_roundoff(pair.baseline.dtype)
-            limit = optimizers.sign_like_bound(carry, roundoff)
-            return Bound(rel_l2=limit, derivation=f"{pair.baseline.op} update of its state"), error
-        unexplained, allowed = explained
-        if unexplained <= allowed:
-            derivation = f"{pair.baseline.op} formula on each side's own state"
-            return Bound(rel_l2=max(allowed, error.rel_l2), derivation=derivation), error
-        return Bound(rel_l2=allowed, derivation=f"{pair.baseline.op} formula"), error
+            limit = optimizers.sign_like_bound(inherited.carry, roundoff)
+            return Bound(rel_l2=limit, derivation=f"{op} update of its state"), False
+        unexplained, allowed = found
+        explained = unexplained <= allowed
+        if explained and not inherited.tainted:
+            allowed = max(allowed, error.rel_l2)
+        return Bound(rel_l2=allowed, derivation=f"{op} formula on each side's own state"), explained
 
     def _explain_update(
         self, pair: Pair, values: tuple[NDArray[Any], NDArray[Any]]
@@ -240,8 +247,8 @@ class StepJudge:
         before = self._state.params[0].get(path, Level())
         update = self._ledger.at("optimizer", path, "update")
         added = 0.0
-        if update is not None and update.mark != "diverged":
-            added = update.error.rel_l2 * _norm(update.event) / (_norm(pair.baseline) or 1.0)
+        if update is not None:
+            added = update.level.carry * _norm(update.event) / (_norm(pair.baseline) or 1.0)
         roundoff = unit_roundoff(pair.baseline.dtype)
         return Bound(
             rel_l2=1.01 * (before.carry + added) + 8 * roundoff,
@@ -277,6 +284,15 @@ def read_pair(traces: tuple[Trace, Trace], pair: Pair) -> tuple[NDArray[Any], ND
     if a.dtype.kind == "V" or b.dtype.kind == "V":
         raise TraceError(f"{pair.baseline.site}: the payload's dtype is unknown")
     return a, b.T if pair.layout == "transposed" else b
+
+
+def _passed_on(pair: Pair, inherited: Level, error: float) -> Level:
+    """What a pair passes on if it or its inputs are beyond rounding: rounding does not grow by it.
+
+    The part that rounding explains is then not what was measured, but what came in and was added.
+    """
+    local, _ = bounds.floor(pair.baseline, pair.target)
+    return Level(min(error, local + inherited.carry), error)
 
 
 def _estimate(pair: Pair) -> Figures:

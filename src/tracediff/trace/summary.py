@@ -7,6 +7,7 @@ tensor gives the same summary on every stack and device.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -54,9 +55,32 @@ def digest(array: NDArray[Any]) -> bytes:
     return xxhash.xxh3_128_digest(contiguous.reshape(-1).view(np.uint8).data)
 
 
+def plain(value: Any) -> Any:
+    """The JSON value that stands for `value`: what a trace keeps of texts, scalars and settings.
+
+    Mappings get string keys, tuples and sets become lists, NumPy scalars and arrays their Python
+    values, and anything else its `str`.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        # Subclasses (enumerations, NumPy's float64) print in their own ways.
+        for base in (bool, int, float, str):
+            if isinstance(value, base):
+                return base(value) if base is not str else str.__str__(value)
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return plain(value.tolist()) if value.dtype.kind in "biufSU" else str(value)
+    return str(value)
+
+
 def digest_value(value: Any) -> bytes:
     """xxh3-128 of a text (UTF-8, lone surrogates kept) or of the canonical JSON of a value."""
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    text = value if isinstance(value, str) else json.dumps(plain(value), sort_keys=True)
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 

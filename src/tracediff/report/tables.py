@@ -1,0 +1,130 @@
+"""Tables of `diff`, `verify` and `stacks`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tracediff.bisection import SiteRow
+from tracediff.errors import UsageError
+from tracediff.events import STAGES, Site
+from tracediff.report.json import FORMAT, plain
+from tracediff.report.marks import mark
+from tracediff.report.text import count, figure, inert
+from tracediff.stacks import StackInfo
+from tracediff.trace import Verification
+
+
+def select(rows: Sequence[SiteRow], stage: str | None, step: int | None) -> list[SiteRow]:
+    """The rows of one stage, of one step, or of both.
+
+    Raises:
+        UsageError: There is no such stage, or no row of it.
+    """
+    if stage is not None and stage not in STAGES:
+        raise UsageError(f"--stage {stage!r} is unknown: use one of {', '.join(STAGES)}")
+    if stage is None and step is None:
+        return list(rows)
+    places = [(row, Site.parse(row.site or row.target_site)) for row in rows]
+    wanted = [
+        row for row, site in places if stage in (None, site.phase) and step in (None, site.step)
+    ]
+    if not wanted:
+        held = sorted({f"{site.phase} at step {site.step}" for _, site in places})
+        raise UsageError(
+            f"nothing was recorded of stage {stage or 'any'} at step "
+            f"{'any' if step is None else step}: there is {', '.join(held[:20]) or 'nothing'}"
+        )
+    return wanted
+
+
+def sites(rows: Sequence[SiteRow]) -> RenderableType:
+    """Every site on a line of its own, in execution order, the unmatched ones last."""
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("site", overflow="fold", ratio=2)
+    for heading in ("error", "bound", "max abs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("matched by", overflow="fold")
+    table.add_column("target's site", overflow="fold", ratio=1)
+    for row in rows:
+        table.add_row(*_site_cells(row))
+    marks = Counter(row.mark for row in rows)
+    compared = len(rows) - marks["unmatched"]
+    total = (
+        f"{count(compared, 'site')} compared, {marks['diverged']:,} diverged, "
+        f"{marks['unmatched']:,} unmatched"
+    )
+    return Group(table, Text(), Text(total, "bold"))
+
+
+def _site_cells(row: SiteRow) -> Iterator[Text]:
+    shape = mark(row.mark)
+    figures = (row.error.rel_l2, row.bound, row.error.max_abs)
+    yield Text(f"{shape.symbol} {inert(row.mark)}", shape.style)
+    yield Text(inert(row.site))
+    for value in figures:
+        yield Text("" if row.mark == "unmatched" else figure(value))
+    yield Text(inert(row.matched_by), "dim")
+    yield Text("" if row.target_site == row.site else inert(row.target_site), "dim")
+
+
+def sites_json(rows: Sequence[SiteRow]) -> dict[str, Any]:
+    """The object of `tracediff diff --json`."""
+    return {"format": FORMAT, "sites": [plain(row) for row in rows]}
+
+
+def agreement(rows: Sequence[SiteRow]) -> int:
+    """The exit code of a list of sites: nothing compared is never agreement."""
+    marks = {row.mark for row in rows}
+    if "diverged" in marks:
+        return 1
+    return 0 if marks & {"identical", "equivalent"} else 125
+
+
+def verification(path: Path, result: Verification) -> RenderableType:
+    """Whether a trace is sound, what is damaged, and what a cut-off run left behind."""
+    shape = mark("identical" if result.sound else "diverged")
+    checked = ", ".join(
+        (count(result.steps, "step"), count(result.events, "event"), f"{result.bytes:,} bytes")
+    )
+    line = Text(f"{shape.symbol} {'SOUND' if result.sound else 'DAMAGED'}", f"bold {shape.style}")
+    line.append(f"  {inert(str(path))}: {checked} checked", "not bold default")
+    lines = [line]
+    lines += [Text(f"  {inert(damage.where)}: {inert(damage.what)}") for damage in result.damage]
+    if result.cut_off:
+        lines.append(Text("  the run was cut off, or is still recording", "yellow"))
+    elif result.status != "finished":
+        lines.append(Text(f"  the run {inert(result.status)}", "yellow"))
+    lines += [Text(f"  never committed: {inert(name)}") for name in result.unfinished]
+    return Group(*lines)
+
+
+def verification_json(path: Path, result: Verification) -> dict[str, Any]:
+    """The object of `tracediff verify --json`."""
+    flags = {"format": FORMAT, "path": path, "sound": result.sound, "cut_off": result.cut_off}
+    return flags | asdict(result)
+
+
+def stack_list(stacks: Sequence[StackInfo]) -> RenderableType:
+    """The stacks, what each can do here, and how to install what is missing."""
+    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+    for heading in ("stack", "records", "replays", "installed"):
+        table.add_column(heading, overflow="fold")
+    for stack in stacks:
+        versions = ", ".join(f"{name} {version}" for name, version in stack.versions.items())
+        installed = Text(inert(versions or "yes")) if stack.installed else Text(f"no: {stack.hint}")
+        table.add_row(
+            Text(inert(stack.name), "bold"),
+            Text("yes" if stack.recorder else "no"),
+            Text("yes" if stack.replayer else "no"),
+            installed,
+        )
+    return table

@@ -1,0 +1,190 @@
+"""Events as columns: one Zarr array per field, one element per event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numcodecs import VLenUTF8  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from tracediff.events import Event, Site
+from tracediff.trace.metadata import ArrayInfo
+from tracediff.trace.names import escape_text, unescape_text
+from tracediff.trace.summary import FINGERPRINT_FIELDS, SKETCH_SIZE
+
+DIGEST_SIZE: Final = 16
+
+Column = NDArray[Any] | list[str]
+
+_TEXTS: Final[Mapping[str, Callable[[Event], str]]] = {
+    "phase": lambda event: event.site.phase,
+    "path": lambda event: event.site.path,
+    "port": lambda event: event.site.port,
+    "kind": lambda event: event.kind,
+    "op": lambda event: event.op,
+    "source": lambda event: event.source,
+    "dtype": lambda event: event.dtype,
+    "payload": lambda event: event.payload or "",
+}
+_JSON: Final[Mapping[str, Callable[[Event], Any]]] = {
+    "shape": lambda event: event.shape,
+    "dims": lambda event: event.dims,
+    "inputs": lambda event: event.inputs,
+    "value": lambda event: event.value,
+    "attributes": lambda event: event.attributes,
+}
+_INTEGERS: Final[Mapping[str, Callable[[Event], int]]] = {
+    "order": lambda event: event.order,
+    "call": lambda event: event.site.call,
+}
+
+STRING_COLUMNS: Final = (*_TEXTS, *_JSON)
+
+_LAYOUT: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
+    "order": ("int64", ()),
+    "call": ("int64", ()),
+    "digest": ("uint8", (DIGEST_SIZE,)),
+    "fingerprint": ("float64", (len(FINGERPRINT_FIELDS),)),
+    "sketch": ("float64", (SKETCH_SIZE,)),
+    "sketch_index": ("int64", ()),
+}
+
+COLUMNS: Final = tuple(sorted((*STRING_COLUMNS, *_LAYOUT)))
+
+DIMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "digest": ("event", "byte"),
+    "fingerprint": ("event", "statistic"),
+    "sketch": ("sketch", "bucket"),
+    "sketch_index": ("sketch",),
+}
+"""Dimension names of columns that have other ones than `event` alone."""
+
+
+def encode(events: Sequence[Event]) -> dict[str, Column]:
+    """Turns events into columns, strings as lists and the rest as arrays, by name."""
+    columns: dict[str, Column] = {}
+    for name, text_of in _TEXTS.items():
+        columns[name] = [escape_text(text_of(event)) for event in events]
+    for name, value_of in _JSON.items():
+        columns[name] = [_dump(name, value_of(event)) for event in events]
+    for name, integer_of in _INTEGERS.items():
+        columns[name] = np.array([integer_of(event) for event in events], dtype="<i8")
+    digests = b"".join(event.digest or bytes(DIGEST_SIZE) for event in events)
+    columns["digest"] = np.frombuffer(digests, np.uint8).reshape(len(events), DIGEST_SIZE)
+    none = (float("nan"),) * len(FINGERPRINT_FIELDS)
+    columns["fingerprint"] = np.array([event.fingerprint or none for event in events], "<f8")
+    kept = [(index, event.sketch) for index, event in enumerate(events) if event.sketch is not None]
+    columns["sketch_index"] = np.array([index for index, _ in kept], dtype="<i8")
+    columns["sketch"] = np.array([row for _, row in kept], "<f8").reshape(-1, SKETCH_SIZE)
+    return columns
+
+
+def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
+    """Undoes `encode`, sorted by order.
+
+    Args:
+        columns: All of `COLUMNS`, checked by `expect` and of equal length.
+
+    Raises:
+        ValueError: A field does not hold what it should.
+    """
+    count = len(columns["order"])
+    texts = {name: [unescape_text(text) for text in columns[name]] for name in _TEXTS}
+    parsed = {name: [_load(name, text) for text in columns[name]] for name in _JSON}
+    order, call = (np.asarray(columns[name]).tolist() for name in ("order", "call"))
+    digests = np.asarray(columns["digest"]).tobytes()
+    fingerprint = np.asarray(columns["fingerprint"])
+    present = (~np.isnan(fingerprint).all(axis=1)).tolist()
+    statistics = fingerprint.tolist()
+    sketches = _sketches(columns, count)
+    events = []
+    for i in range(count):
+        digest = digests[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE]
+        site = Site(step, texts["phase"][i], texts["path"][i], call[i], texts["port"][i])
+        event = Event(
+            site=site,
+            order=order[i],
+            kind=texts["kind"][i],
+            op=texts["op"][i],
+            source=texts["source"][i],
+            dtype=texts["dtype"][i],
+            shape=tuple(parsed["shape"][i]),
+            dims=tuple(parsed["dims"][i]),
+            digest=digest if any(digest) else b"",
+            fingerprint=tuple(statistics[i]) if present[i] else (),
+            sketch=sketches.get(i),
+            inputs=tuple(parsed["inputs"][i]),
+            payload=texts["payload"][i] or None,
+            value=parsed["value"][i],
+            attributes=parsed["attributes"][i],
+        )
+        events.append(event)
+    events.sort(key=lambda event: event.order)
+    return events
+
+
+def expect(name: str, info: ArrayInfo, count: int) -> None:
+    """Checks a column's metadata against the layout that the format fixes.
+
+    Raises:
+        ValueError: It has another data type or shape.
+    """
+    data_type, row = _LAYOUT.get(name, ("string", ()))
+    length = info.shape[0] if name.startswith("sketch") and info.shape else count
+    if (info.data_type, info.shape) != (data_type, (length, *row)) or length > count:
+        raise ValueError(
+            f"column {name} is {info.data_type} {info.shape}, expected {data_type} {(count, *row)}"
+        )
+
+
+def encode_strings(texts: Sequence[str]) -> bytes:
+    """The bytes of a string column as Zarr's `vlen-utf8` codec defines them."""
+    return bytes(VLenUTF8().encode(np.array(texts, dtype=object)))
+
+
+def decode_strings(data: bytes, count: int) -> list[str]:
+    """Undoes `encode_strings`.
+
+    Raises:
+        ValueError: The bytes do not hold that many strings.
+    """
+    # The codec allocates as many items as the first bytes claim, so they are checked before.
+    if len(data) < 4 * (count + 1) or int.from_bytes(data[:4], "little") != count:
+        raise ValueError(f"it does not hold {count} strings")
+    return list(VLenUTF8().decode(data))
+
+
+def _dump(name: str, value: Any) -> str:
+    """JSON in ASCII, so that lone surrogates survive; "" for what most events do not have."""
+    if value is None or (name != "value" and not value):
+        return ""
+    return json.dumps(value, separators=(",", ":"))
+
+
+_TYPES: Final[Mapping[str, type]] = {
+    "shape": list,
+    "dims": list,
+    "inputs": list,
+    "attributes": dict,
+}
+
+
+def _load(name: str, text: str) -> Any:
+    expected = _TYPES.get(name)
+    if not text:
+        return expected() if expected else None
+    value = json.loads(text)
+    if expected and not isinstance(value, expected):
+        raise ValueError(f"column {name} holds {text[:40]}")
+    return value
+
+
+def _sketches(columns: Mapping[str, Column], count: int) -> dict[int, NDArray[np.float64]]:
+    index = np.asarray(columns["sketch_index"])
+    rows = np.asarray(columns["sketch"], dtype=np.float64)
+    if len(index) != len(rows) or (index.size and not 0 <= index.min() <= index.max() < count):
+        raise ValueError("the sketches do not belong to the events")
+    return dict(zip(index.tolist(), rows, strict=True))

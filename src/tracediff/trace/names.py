@@ -1,0 +1,62 @@
+"""Names of nodes inside a segment, and texts in its string columns.
+
+Zarr forbids some node names, and ZIP readers and file systems forbid more; module paths and batch
+keys are whatever a user called them. Both escapes below are injective, so no two sites can end up
+at one place, and the event columns keep the true names.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import quote
+
+import xxhash
+
+from tracediff.events import Site
+
+MAX_NAME: Final = 200
+"""Longest node name in bytes: file systems stop at 255."""
+
+_SAFE: Final = "#[]():=,+@ "
+_RESERVED: Final = frozenset({"", ".", "..", "zarr.json"})
+_ESCAPED: Final = re.compile(r"\\(\\|u[0-9a-f]{4})")
+
+
+def node_name(name: str) -> str:
+    """A name that is safe as one component of a Zarr key: plain ASCII, percent-encoded.
+
+    Names that are too long end in their digest. `%` followed by no hex digit marks what percent
+    encoding itself never writes.
+    """
+    if name in _RESERVED:
+        return "%-" + name.replace(".", "-")
+    encoded = quote(name.encode("utf-8", "surrogatepass"), safe=_SAFE)
+    if encoded.startswith("__"):  # reserved by Zarr
+        encoded = "%5F" + encoded[1:]
+    if set(encoded) == {"."}:  # neither may a name consist of periods only
+        encoded = encoded.replace(".", "%2E")
+    if len(encoded) > MAX_NAME:
+        suffix = "%~" + xxhash.xxh3_128_hexdigest(name.encode("utf-8", "surrogatepass"))
+        encoded = encoded[: MAX_NAME - len(suffix)] + suffix
+    return encoded
+
+
+def payload_key(site: Site) -> str:
+    """Where the payload of a site lies inside its segment."""
+    top = site.phase if site.phase in ("rendering", "rng") else f"tensors/{node_name(site.phase)}"
+    return f"{top}/{node_name(f'{site.path}#{site.call}')}/{node_name(site.port)}"
+
+
+def escape_text(text: str) -> str:
+    """Makes a text valid UTF-8: lone surrogates become `\\udXXX`, backslashes are doubled."""
+    if text.isascii() and "\\" not in text:
+        return text
+    return text.replace("\\", "\\\\").encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def unescape_text(text: str) -> str:
+    """Undoes `escape_text`."""
+    if "\\" not in text:
+        return text
+    return _ESCAPED.sub(lambda m: "\\" if m[1] == "\\" else chr(int(m[1][1:], 16)), text)

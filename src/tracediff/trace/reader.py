@@ -1,0 +1,246 @@
+"""Reads a trace, lazily."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from numpy.typing import NDArray
+
+from tracediff.errors import TraceError
+from tracediff.events import Event, Run, Site
+from tracediff.trace.index import StepIndex, load_index, step_index
+from tracediff.trace.manifest import SEGMENTS, read_manifest
+from tracediff.trace.segment import SegmentReader
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from rich.console import RenderableType
+
+CACHED_STEPS: Final = 16
+"""Segments that are kept open, and whose events are kept in memory, at a time."""
+
+_T = TypeVar("_T")
+
+
+class Trace:
+    """A recorded run, opened read-only. A context manager.
+
+    Attributes:
+        path: Folder of the trace.
+        run: The run manifest.
+        rank: Rank of the process whose segments are read.
+        steps: Numbers of the committed steps, ascending.
+        bytes_read: Bytes of payloads and columns that were read so far.
+    """
+
+    def __init__(self, path: str | Path, *, rank: int = 0) -> None:
+        """Opens the trace and lists its steps; reads no segment.
+
+        Raises:
+            NotATraceError: The path is missing, or holds something else.
+            TraceFormatError: The trace has a newer format than this release reads.
+            CorruptTraceError: The manifest is damaged.
+        """
+        self.path = Path(path)
+        self.run: Run = read_manifest(self.path)
+        self.rank = rank
+        self._segments = dict(segment_files(self.path, rank))
+        self.steps: list[int] = list(self._segments)
+        self.bytes_read = 0
+        self._open: OrderedDict[int, SegmentReader] = OrderedDict()
+        self._events: OrderedDict[int, list[Event]] = OrderedDict()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Opens a trace; the same as `Trace(path)`."""
+        return cls(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        steps = f"{len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"
+        return f"<Trace {self.path.name}: {self.run.stack}, {steps}, {self.run.status}>"
+
+    def close(self) -> None:
+        """Lets go of the open segments. Arrays that were read stay valid."""
+        self._open.clear()
+        self._events.clear()
+
+    # ---- what there is ---------------------------------------------------------------------
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run ended by itself; false while it records or after it was killed."""
+        return self.run.status != "recording"
+
+    @property
+    def bytes_stored(self) -> int:
+        """Size of all segments in bytes."""
+        return sum(file.stat().st_size for file in self._segments.values())
+
+    def events(self, step: int | None = None) -> list[Event]:
+        """Events of a step, or of all steps, in execution order.
+
+        Raises:
+            TraceError: There is no such step.
+            CorruptTraceError: A segment is damaged.
+        """
+        if step is None:
+            return [event for each in self.steps for event in self.events(each)]
+        found = _cached(self._events, step, lambda: self._read_events(step))
+        return list(found)
+
+    def find(self, site: Site | str) -> Event:
+        """The event at a site, given as a `Site` or as it is printed.
+
+        Raises:
+            TraceError: The text is no site, or the trace has no event there.
+        """
+        try:
+            wanted = Site.parse(site) if isinstance(site, str) else site
+        except ValueError as error:
+            raise TraceError(str(error)) from None
+        for event in self.events(wanted.step):
+            if event.site == wanted:
+                return event
+        raise TraceError(
+            f"{self.path} has no event at {wanted}: list the sites with `tracediff show "
+            f"{self.path}`"
+        )
+
+    def index(self, step: int) -> StepIndex:
+        """Digests and learning curve of a step, from the index if it is there.
+
+        Raises:
+            TraceError: There is no such step.
+            CorruptTraceError: The index is missing and the segment is damaged.
+        """
+        size = self._file(step).stat().st_size
+        found = load_index(self.path, self.rank, step, size)
+        return found or step_index(step, self.events(step), size)
+
+    # ---- values ----------------------------------------------------------------------------
+
+    def array(self, event: Event) -> NDArray[Any]:
+        """The payload of an event, read-only and mapped from the file where it is one chunk.
+
+        Returns:
+            An array of the event's shape and dtype; bfloat16 and float8 as ml_dtypes types.
+
+        Raises:
+            TraceError: No payload was kept, or the event is not of this trace.
+            CorruptTraceError: The payload is damaged.
+        """
+        if event.payload is None:
+            hint = (
+                "its value is in event.value"
+                if event.value is not None
+                else ("record the run at --level module to keep it")
+            )
+            raise TraceError(f"{self.path} keeps no payload of {event.site}: {hint}")
+        array = self._segment(event.site.step).array(event)
+        self.bytes_read += array.nbytes
+        return array
+
+    def read(self, event: Event) -> xr.DataArray:
+        """The payload of an event with its dimensions named, for notebooks.
+
+        Returns:
+            A DataArray named after the site; raises as `array` does.
+        """
+        import xarray as xr
+
+        array = self.array(event)
+        attributes = {"op": event.op, "source": event.source, "kind": event.kind}
+        return xr.DataArray(array, dims=dims_of(event), name=str(event.site), attrs=attributes)
+
+    def to_datatree(self) -> xr.DataTree:
+        """The trace as a tree that mirrors the module tree, read when values are asked for.
+
+        A module's node holds a variable per phase and port, such as `forward_out`, with a leading
+        `step` dimension. See `tracediff.trace.datatree`.
+        """
+        from tracediff.trace.datatree import build_tree
+
+        return build_tree(self)
+
+    def summary(self) -> RenderableType:
+        """An overview for `rich.print`: the run, its steps, events by stage, sizes and notes."""
+        from tracediff.trace.overview import overview
+
+        return overview(self)
+
+    # ---- segments --------------------------------------------------------------------------
+
+    def _file(self, step: int) -> Path:
+        try:
+            return self._segments[step]
+        except KeyError:
+            raise TraceError(
+                f"{self.path} has no step {step}: it has {_ranges(self.steps)}"
+            ) from None
+
+    def _segment(self, step: int) -> SegmentReader:
+        file = self._file(step)
+        return _cached(self._open, step, lambda: SegmentReader(file, step))
+
+    def _read_events(self, step: int) -> list[Event]:
+        segment = self._segment(step)
+        events = segment.events()
+        self.bytes_read += segment.column_bytes
+        return events
+
+
+def dims_of(event: Event) -> tuple[str, ...]:
+    """Names for all dimensions of an event, each one once: `dim_0` ... where it has none."""
+    names = event.dims if len(event.dims) == len(event.shape) else ("",) * len(event.shape)
+    unique = [
+        name if name and name not in names[:axis] else f"{name or 'dim'}_{axis}"
+        for axis, name in enumerate(names)
+    ]
+    return (
+        tuple(unique)
+        if len(set(unique)) == len(unique)
+        else tuple(f"dim_{axis}" for axis in range(len(names)))
+    )
+
+
+def segment_files(path: Path, rank: int) -> list[tuple[int, Path]]:
+    """Committed segments by step; what has another name was never committed."""
+    folder = path / SEGMENTS / str(rank)
+    files = folder.iterdir() if folder.is_dir() else iter(())
+    named = [file for file in files if file.suffix == ".zip" and _is_number(file.stem)]
+    return sorted((int(file.stem), file) for file in named)
+
+
+def _is_number(stem: str) -> bool:
+    return stem.isascii() and stem.isdecimal() and 8 <= len(stem) <= 18
+
+
+def _cached(cache: OrderedDict[int, _T], step: int, make: Callable[[], _T]) -> _T:
+    """The cached value of a step, made if need be; the one used longest ago makes room."""
+    if step not in cache:
+        cache[step] = make()
+        if len(cache) > CACHED_STEPS:
+            cache.popitem(last=False)
+    cache.move_to_end(step)
+    return cache[step]
+
+
+def _ranges(steps: list[int]) -> str:
+    if not steps:
+        return "no steps"
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} only"

@@ -1,0 +1,170 @@
+"""Reads one committed step, believing nothing that the file says about its own size."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.errors import CorruptTraceError, TraceError
+from tracediff.events import Event
+from tracediff.trace import columns
+from tracediff.trace.archive import Archive
+from tracediff.trace.manifest import FORMAT, MANIFEST
+from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
+
+
+class SegmentReader:
+    """One committed step."""
+
+    def __init__(self, file: Path, step: int) -> None:
+        """Opens the segment.
+
+        Raises:
+            CorruptTraceError: It is no sound segment of this step; names it.
+        """
+        self.file = file
+        self.step = step
+        self.column_bytes = 0
+        with self.reading():
+            self.archive = Archive(file)
+            self._count = self._check_root()
+
+    def events(self) -> list[Event]:
+        """All events, by order."""
+        with self.reading():
+            return columns.decode({name: self._column(name) for name in columns.COLUMNS}, self.step)
+
+    def array(self, event: Event) -> NDArray[Any]:
+        """The payload of an event that has one."""
+        path = event.payload or ""
+        if f"{path}/{MANIFEST}" not in self.archive.entries:
+            raise TraceError(f"{self.file} holds no payload {path!r} of {event.site}")
+        with self.reading():
+            info = self._info(path)
+            if (info.data_type, info.shape) != (event.dtype, event.shape):
+                raise ValueError(
+                    f"{event.site} is {event.dtype} {event.shape}, and its payload is "
+                    f"{info.data_type} {info.shape}"
+                )
+            return self._array(path, info)
+
+    def check_metadata(self) -> None:
+        """Checks that the consolidated metadata is that of the nodes.
+
+        Raises:
+            ValueError: It is not; names the first node.
+        """
+        root = self._document(MANIFEST)
+        consolidated = root.get("consolidated_metadata")
+        found = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+        suffix = f"/{MANIFEST}"
+        nodes = {name.removesuffix(suffix) for name in self.archive.entries if suffix in name}
+        if not isinstance(found, dict) or found.keys() != nodes:
+            raise ValueError("its consolidated metadata does not list its nodes")
+        for path in nodes:
+            if found[path] != self._document(path + suffix):
+                raise ValueError(f"the consolidated metadata of {path} differs from its own")
+
+    def reading(self) -> _Reading:
+        """Turns whatever goes wrong while reading this file into one sentence that names it."""
+        return _Reading(self.file)
+
+    def _check_root(self) -> int:
+        root = self._document(MANIFEST)
+        attributes = root.get("attributes") if isinstance(root, dict) else None
+        found = attributes.get("tracediff") if isinstance(attributes, dict) else None
+        if not isinstance(found, dict) or type(found.get("events")) is not int:
+            raise ValueError("it is no segment of a trace")
+        if found.get("format") != FORMAT or found.get("step") != self.step:
+            raise ValueError(
+                f"it holds step {found.get('step')} in format {found.get('format')}, expected "
+                f"step {self.step} in format {FORMAT}"
+            )
+        return int(found["events"])
+
+    def _document(self, name: str) -> Any:
+        return json.loads(self.archive.read(name))
+
+    def _info(self, path: str) -> ArrayInfo:
+        try:
+            return parse_array(self._document(f"{path}/{MANIFEST}"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _column(self, name: str) -> columns.Column:
+        path = f"events/{name}"
+        info = self._info(path)
+        columns.expect(name, info, self._count)
+        if info.data_type == STRING:
+            data = self.archive.read(f"{path}/c/0")
+            self.column_bytes += len(data)
+            return columns.decode_strings(data, self._count)
+        array = self._array(path, info, checked=True)
+        self.column_bytes += array.nbytes
+        return array
+
+    def _array(self, path: str, info: ArrayInfo, checked: bool = False) -> NDArray[Any]:
+        """An array of the archive; `checked` also compares the bytes with their checksums."""
+        keys = [f"{path}/{key}" for key in self._chunks(info)]
+        if checked:
+            for key in keys:
+                self.archive.check(key)
+        blocks = [self._block(key, info) for key in keys]
+        if len(blocks) == 1 and info.chunk == info.shape:
+            return blocks[0]
+        return _assemble(blocks, info)
+
+    def _chunks(self, info: ArrayInfo) -> list[str]:
+        """Keys of the chunks, after checking that the file can hold so many."""
+        if math.prod(info.shape) * info.dtype.itemsize > self.archive.size:
+            raise ValueError(f"an array of shape {info.shape} does not fit into the file")
+        return chunk_keys(info.shape, info.chunk)
+
+    def _block(self, key: str, info: ArrayInfo) -> NDArray[Any]:
+        mapped, start, size = self.archive.view(key)
+        if size != info.chunk_bytes:
+            raise ValueError(f"entry {key} has {size} bytes, expected {info.chunk_bytes}")
+        flat = np.frombuffer(mapped, info.dtype, size // info.dtype.itemsize, start)
+        return flat.reshape(info.chunk)
+
+
+class _Reading:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if isinstance(error, KeyError):
+            what = f"entry {error} is missing"
+        elif isinstance(error, ValueError | TypeError | OverflowError | OSError | RecursionError):
+            what = str(error)
+        else:
+            return
+        raise CorruptTraceError(
+            f"segment {self._file} is damaged: {what}. Run `tracediff verify` on the trace"
+        ) from error
+
+
+def _assemble(blocks: list[NDArray[Any]], info: ArrayInfo) -> NDArray[Any]:
+    """Puts the chunks of an array together, dropping what pads the last ones."""
+    whole = np.empty(info.shape, info.dtype)
+    corners = np.ndindex(
+        *(-(-size // part) for size, part in zip(info.shape, info.chunk, strict=True))
+    )
+    for block, corner in zip(blocks, corners, strict=True):
+        start = [at * part for at, part in zip(corner, info.chunk, strict=True)]
+        target = whole[
+            tuple(slice(at, at + part) for at, part in zip(start, info.chunk, strict=True))
+        ]
+        target[...] = block[tuple(map(slice, target.shape))]
+    whole.flags.writeable = False
+    return whole

@@ -1,0 +1,157 @@
+"""Checks that a trace is what its writer committed, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tracediff.errors import CorruptTraceError, TraceError
+from tracediff.events import Event
+from tracediff.trace.index import StepIndex, index_file, load_index, step_index
+from tracediff.trace.manifest import SEGMENTS, committed_segments, read_manifest
+from tracediff.trace.reader import segment_files
+from tracediff.trace.segment import SegmentReader
+from tracediff.trace.summary import digest, digest_value
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as it was committed.
+
+    Attributes:
+        where: The file within the trace, and the site in it if one is known.
+        what: What was found, and what was expected.
+    """
+
+    where: str
+    what: str
+
+
+@dataclass(slots=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes:
+        status: Status of the run, from its manifest.
+        damage: Everything that is wrong, in the order of the segments.
+        unfinished: Files of steps that were never committed, as a kill leaves them; no damage.
+        steps: Number of segments checked, and likewise events and bytes.
+    """
+
+    status: str
+    damage: list[Damage] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+    steps: int = 0
+    events: int = 0
+    bytes: int = 0
+
+    @property
+    def sound(self) -> bool:
+        """Whether every committed step is as it was written."""
+        return not self.damage
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the run did not end by itself (or is still recording)."""
+        return self.status == "recording"
+
+
+def verify(path: str | Path) -> Verification:
+    """Checks every committed segment: its layout, all checksums, and every event's digest.
+
+    Raises:
+        NotATraceError: The path is missing, or holds something else than a trace.
+        TraceFormatError: The trace has a newer format.
+        CorruptTraceError: The manifest is damaged.
+    """
+    root = Path(path)
+    result = Verification(read_manifest(root).status)
+    for folder in sorted(root.glob(f"{SEGMENTS}/*")):
+        if folder.name.isdecimal() and folder.is_dir():
+            _check_rank(root, int(folder.name), folder, result)
+        else:
+            result.damage.append(Damage(_within(root, folder), "is no folder of a rank's segments"))
+    committed = committed_segments(root)
+    if committed is not None and committed != len(segment_files(root, 0)):
+        found = len(segment_files(root, 0))
+        what = f"{found} segments are there, and the run committed {committed}"
+        result.damage.append(Damage(f"{SEGMENTS}/0", what))
+    return result
+
+
+def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> None:
+    files = segment_files(root, rank)
+    for step, file in files:
+        where = _within(root, file)
+        result.steps += 1
+        result.bytes += file.stat().st_size
+        try:
+            segment = SegmentReader(file, step)
+            result.damage += [Damage(where, what) for what in _check_bytes(segment)]
+            events = segment.events()
+        except CorruptTraceError as error:
+            result.damage.append(Damage(where, str(error.__cause__ or error)))
+            continue
+        result.events += len(events)
+        result.damage += [
+            Damage(f"{where} {site}", what) for site, what in _faults(segment, events)
+        ]
+        result.damage += _check_index(root, rank, step_index(step, events, file.stat().st_size))
+    known = {file for _, file in files}
+    others = [file for file in sorted(folder.iterdir()) if file not in known]
+    result.unfinished += [_within(root, file) for file in others]
+
+
+def _check_bytes(segment: SegmentReader) -> Iterator[str]:
+    """Checksums of all entries, and that nothing else is in the file."""
+    for name in segment.archive.entries:
+        try:
+            segment.archive.check(name)
+        except ValueError as error:
+            yield str(error)
+    try:
+        segment.archive.check_layout()
+        segment.check_metadata()
+    except (ValueError, KeyError) as error:
+        yield str(error)
+
+
+def _faults(segment: SegmentReader, events: list[Event]) -> Iterator[tuple[str, str]]:
+    """Events that disagree with their payload, their value or each other."""
+    orders: set[int] = set()
+    for event in events:
+        try:
+            found = _digest(segment, event)
+        except TraceError as error:
+            yield str(event.site), str(error.__cause__ or error)
+            continue
+        if found != event.digest:
+            yield (
+                str(event.site),
+                f"its digest is {found.hex()}, and {event.digest.hex() or 'none'} was recorded",
+            )
+        if event.order in orders:
+            yield str(event.site), f"another event has its place in the order, {event.order}"
+        orders.add(event.order)
+
+
+def _digest(segment: SegmentReader, event: Event) -> bytes:
+    """The digest of what is kept of an event; the recorded one where nothing is kept."""
+    if event.payload is not None:
+        return digest(segment.array(event))
+    keeps_value = event.value is not None and event.digest
+    return digest_value(event.value) if keeps_value else event.digest
+
+
+def _check_index(root: Path, rank: int, expected: StepIndex) -> list[Damage]:
+    """An index that is missing or stale is made again; one that lies would mislead a reader."""
+    found = load_index(root, rank, expected.step, expected.segment_bytes)
+    if found is None or repr(found) == repr(expected):  # NaN is a value like any other here
+        return []
+    where = _within(root, index_file(root, rank, expected.step))
+    return [Damage(where, "does not agree with its segment: delete it, it is made again")]
+
+
+def _within(root: Path, file: Path) -> str:
+    return str(file.relative_to(root))

@@ -1,0 +1,372 @@
+"""Writes a trace: one segment per step, committed by renaming it into place."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.errors import NotATraceError, TraceError, TraceExistsError
+from tracediff.events import Event, Run
+from tracediff.trace import columns
+from tracediff.trace.archive import ArchiveWriter
+from tracediff.trace.dtypes import DTYPES, storable
+from tracediff.trace.index import step_index, write_index
+from tracediff.trace.manifest import (
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    SEGMENTS,
+    SNAPSHOTS,
+    Lock,
+    is_trace,
+    sync_folder,
+    write_manifest,
+)
+from tracediff.trace.metadata import (
+    STRING,
+    array_json,
+    chunk_keys,
+    chunk_shape,
+    group_json,
+    parents,
+)
+from tracediff.trace.names import payload_key
+from tracediff.trace.summary import FINGERPRINT_FIELDS, digest, plain
+
+_OURS: Final = frozenset({MANIFEST, f".{MANIFEST}.tmp", SEGMENTS, INDEX, SNAPSHOTS})
+
+
+class TraceWriter:
+    """Writes the events of one process of a run.
+
+    Payloads go straight to the segment's temporary file; only the columns are kept in memory
+    until `commit_step`. In a forked child every method does nothing, so that a data loader's
+    workers cannot write into their parent's trace.
+
+    Attributes:
+        run: The manifest as last written.
+    """
+
+    def __init__(
+        self, path: str | Path, run: Run, *, overwrite: bool = False, rank: int = 0
+    ) -> None:
+        """Creates the trace, with status `recording`.
+
+        Args:
+            path: Folder of the trace; its parents are created.
+            overwrite: Replace a trace that is there, and only a trace. The old one stays until
+                the new one has its manifest.
+            rank: Rank of this process. Rank 0 creates the trace and owns its manifest, others
+                join it.
+
+        Raises:
+            TraceExistsError: `path` holds something, or another process records into it.
+            NotATraceError: `rank` is not 0, and rank 0 has not created the trace.
+            TraceError: The file system refuses.
+        """
+        self.path = Path(path)
+        self.run = replace(run, status="recording", error=None)
+        self.rank = rank
+        self._root = self.path.resolve()
+        self._pid = os.getpid()
+        self._segment: Segment | None = None
+        self._last_step = -1
+        self._committed = 0
+        self._finished = False
+        with _writing(self.path):
+            if rank:
+                self._lock = self._join()
+            else:
+                self._lock = self._create(overwrite)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.finish("failed", f"{type(error).__name__}: {error}".splitlines()[0])
+
+    # ---- events ----------------------------------------------------------------------------
+
+    def add(self, event: Event, payload: NDArray[Any] | None) -> None:
+        """Adds an event to the step that is open, or opens its step.
+
+        Args:
+            payload: The event's value, of its dtype and shape, in any layout and byte order; or
+                None to keep none. It has been read when this returns.
+
+        Raises:
+            TraceError: The payload's dtype cannot be stored, or the disk is full.
+            ValueError: The event's step is not the open one, or event and payload disagree.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._check(event, payload)
+        with _writing(self.path):
+            if self._segment is None:
+                self._segment = Segment(self._folder, event.site.step, self.rank)
+            self._segment.add(event, payload)
+
+    def commit_step(self) -> None:
+        """Writes the columns of the open step and gives its segment its final name.
+
+        A step without events commits nothing.
+
+        Raises:
+            TraceError: The disk is full.
+        """
+        if self._segment is None or os.getpid() != self._pid:
+            return
+        segment, self._segment = self._segment, None
+        with _writing(self.path):
+            size = segment.commit()
+            write_index(self._root, self.rank, step_index(segment.step, segment.events, size))
+        self._last_step = segment.step
+        self._committed += 1
+
+    def discard_step(self) -> None:
+        """Forgets the events of the open step."""
+        if self._segment is not None and os.getpid() == self._pid:
+            self._segment.abandon()
+            self._segment = None
+
+    # ---- the run ---------------------------------------------------------------------------
+
+    def add_note(self, text: str) -> None:
+        """Adds a sentence to the manifest at once, so that it outlives a kill."""
+        self.run = replace(self.run, notes=(*self.run.notes, text))
+        self._write_manifest()
+
+    def finish(self, status: str = "finished", error: str | None = None) -> None:
+        """Commits the open step, writes the final status and releases the lock.
+
+        A second call does nothing.
+        """
+        if self._finished or os.getpid() != self._pid:
+            return
+        self._finished = True
+        try:
+            self.commit_step()
+            self.run = replace(self.run, status=status, error=error)
+            self._write_manifest(self._committed)
+        finally:
+            self.discard_step()
+            self._lock.release()
+
+    @property
+    def _folder(self) -> Path:
+        return self._root / SEGMENTS / str(self.rank)
+
+    def _write_manifest(self, committed: int | None = None) -> None:
+        if self.rank == 0 and os.getpid() == self._pid:
+            with _writing(self.path):
+                write_manifest(self._root, self.run, committed)
+
+    def _check(self, event: Event, payload: NDArray[Any] | None) -> None:
+        step = event.site.step
+        if self._finished:
+            raise ValueError(f"the trace is finished, and {event.site} came after it")
+        if self._segment is not None and step != self._segment.step:
+            raise ValueError(f"step {self._segment.step} is open: commit it before {event.site}")
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was committed already, and {event.site} came after it")
+        if event.fingerprint and len(event.fingerprint) != len(FINGERPRINT_FIELDS):
+            raise ValueError(f"{event.site}: a fingerprint has {len(FINGERPRINT_FIELDS)} numbers")
+        if payload is not None and (
+            (storable(payload.dtype), payload.shape) != (event.dtype, event.shape)
+        ):
+            raise ValueError(
+                f"{event.site} is {event.dtype} {event.shape}, and its payload is "
+                f"{payload.dtype} {payload.shape}"
+            )
+
+    # ---- creating --------------------------------------------------------------------------
+
+    def _create(self, overwrite: bool) -> Lock:
+        """Creates the trace under a temporary name, then renames it into place."""
+        root = self._root
+        occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
+        old = self._replaceable(overwrite) if occupied else None
+        root.parent.mkdir(parents=True, exist_ok=True)
+        new = root.with_name(f".{root.name}.{secrets.token_hex(4)}.new")
+        (new / SEGMENTS / "0").mkdir(parents=True)
+        lock = Lock(new)
+        write_manifest(new, self.run)
+        try:
+            if old is not None:
+                _swap(root, new)
+                old.release()
+            else:
+                new.rename(root)  # fails if another writer was quicker
+        except OSError:
+            lock.release()
+            shutil.rmtree(new, ignore_errors=True)
+            raise TraceExistsError(
+                f"{self.path} was created by another process meanwhile: choose another path"
+            ) from None
+        sync_folder(root.parent)
+        return lock
+
+    def _replaceable(self, overwrite: bool) -> Lock:
+        """Locks the trace that is there, if it may be replaced."""
+        if not overwrite:
+            raise TraceExistsError(
+                f"{self.path} already holds something: choose another path, or overwrite it with "
+                "--overwrite if it is a trace"
+            )
+        if not is_trace(self._root):
+            raise TraceExistsError(
+                f"{self.path} is no trace, so it is not overwritten: choose another path"
+            )
+        foreign = sorted(item.name for item in self._root.iterdir() if item.name not in _OURS)
+        if foreign:
+            raise TraceExistsError(
+                f"{self.path} holds {foreign[0]!r}, which is no part of a trace, so it is not "
+                "overwritten: move that elsewhere"
+            )
+        return Lock(self._root)
+
+    def _join(self) -> Lock:
+        if not is_trace(self._root):
+            raise NotATraceError(
+                f"{self.path} is no trace that rank {self.rank} could join: start rank 0 first"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if any(self._folder.iterdir()):
+            raise TraceExistsError(f"{self.path} already holds segments of rank {self.rank}")
+        return Lock(self._folder)
+
+
+class Segment:
+    """One step while it is written: a Zarr hierarchy in a ZIP archive with a temporary name."""
+
+    def __init__(self, folder: Path, step: int, rank: int) -> None:
+        self.step = step
+        self.rank = rank
+        self.events: list[Event] = []
+        self._final = folder / f"{step:08d}.zip"
+        self._archive = ArchiveWriter(folder / f".{self._final.name}.tmp")
+        self._nodes: dict[str, str] = {}
+        self._stored: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
+
+    def add(self, event: Event, payload: NDArray[Any] | None) -> None:
+        """Keeps the event, and writes its payload unless the segment has an equal one."""
+        key = None
+        if payload is not None:
+            event = replace(event, digest=event.digest or digest(payload))
+            identity = (event.digest, event.dtype, event.shape)
+            key = self._stored.get(identity)
+            if key is None:
+                key = self._free_key(event)
+                self._write_array(key, payload, event.dtype, event.dims)
+                self._stored[identity] = key
+        event = replace(
+            event, payload=key, value=plain(event.value), attributes=plain(event.attributes)
+        )
+        self.events.append(event)
+
+    def commit(self) -> int:
+        """Finishes the file and renames it; returns its size in bytes."""
+        try:
+            self._write_columns()
+            for path in parents(self._nodes):
+                self._nodes[path] = group_json({})
+            for path, document in self._nodes.items():
+                self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
+            attributes = {
+                "format": FORMAT,
+                "step": self.step,
+                "rank": self.rank,
+                "events": len(self.events),
+            }
+            root = group_json({"tracediff": attributes}, self._nodes)
+            self._archive.add(MANIFEST, root.encode("ascii"))
+            self._archive.close()
+        except BaseException:
+            self.abandon()
+            raise
+        self._archive.path.rename(self._final)
+        sync_folder(self._final.parent)
+        return self._archive.size
+
+    def abandon(self) -> None:
+        self._archive.abandon()
+
+    def _free_key(self, event: Event) -> str:
+        """A key for the payload; the order tells apart events that share a site."""
+        key = payload_key(event.site)
+        return key if key not in self._nodes else f"{key}%@{event.order}"
+
+    def _write_columns(self) -> None:
+        for name, column in columns.encode(self.events).items():
+            path = f"events/{name}"
+            dims = columns.DIMS.get(name, ("event",))
+            if isinstance(column, list):
+                shape = (len(column),)
+                self._nodes[path] = array_json(shape, shape, STRING, dims)
+                self._archive.add(f"{path}/c/0", columns.encode_strings(column))
+            else:
+                self._write_array(path, column, column.dtype.name, dims)
+
+    def _write_array(
+        self, path: str, array: NDArray[Any], data_type: str, dims: tuple[str, ...]
+    ) -> None:
+        dtype = DTYPES[data_type]
+        chunk = chunk_shape(array.shape, dtype.itemsize)
+        names = dims if len(dims) == array.ndim else ()
+        self._nodes[path] = array_json(array.shape, chunk, data_type, names)
+        little = np.asarray(array, dtype=dtype, order="C")
+        keys = chunk_keys(array.shape, chunk)
+        for key, block in zip(keys, _blocks(little, chunk), strict=True):
+            self._archive.add(f"{path}/{key}", block.reshape(-1).view(np.uint8).data)
+
+
+def _blocks(array: NDArray[Any], chunk: tuple[int, ...]) -> Iterator[NDArray[Any]]:
+    """The chunks of an array in C order. The last ones are padded, as Zarr wants it."""
+    starts = [range(0, size, part) for size, part in zip(array.shape, chunk, strict=True)]
+    for corner in product(*starts):
+        block = array[tuple(slice(at, at + part) for at, part in zip(corner, chunk, strict=True))]
+        if block.shape != chunk:
+            padded = np.zeros(chunk, array.dtype)
+            padded[tuple(map(slice, block.shape))] = block
+            block = padded
+        yield block
+
+
+def _swap(root: Path, new: Path) -> None:
+    """Puts a new trace in the place of an old one, which is removed last."""
+    old = root.with_name(f".{root.name}.{secrets.token_hex(4)}.old")
+    root.rename(old)
+    try:
+        new.rename(root)
+    except OSError:
+        old.rename(root)
+        raise
+    shutil.rmtree(old)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns what the file system refuses into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
