@@ -128,6 +128,7 @@ class Tape:
         self._frames: dict[str, Frame] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
+        self._fingerprints: dict[tuple[bytes, str], tuple[float, ...]] = {}
         self.on_step_start: list[Callable[[], None]] = []
         self._step_started = False
         self.seen_model = False
@@ -150,6 +151,7 @@ class Tape:
             self.root_calls = 0
             self._calls.clear()
             self._frames.clear()
+            self._fingerprints.clear()
             self._step_started = False
 
     def note(self, text: str) -> None:
@@ -239,7 +241,7 @@ class Tape:
             call=frame.call,
             op=frame.op,
             source=frame.source,
-            inputs=inputs,
+            inputs=inputs if frame.step == self.step else (),
             **extra,
         )
 
@@ -278,6 +280,7 @@ class Tape:
             order, self._order = self._order, self._order + 1
             keep = self.policy.keeps_payload(self.step, phase, kind)
             wants_sketch = array is not None and not keep and kind == "tensor"
+            digest_of_value = digest_value(value) if array is None else digest(array)
             event = Event(
                 site=Site(self.step, phase, path, call, port),
                 order=order,
@@ -287,8 +290,8 @@ class Tape:
                 dtype=array.dtype.name if array is not None else "",
                 shape=array.shape if array is not None else (),
                 dims=tuple(dims),
-                digest=digest(array) if array is not None else digest_value(value),
-                fingerprint=fingerprint(array) if array is not None else (),
+                digest=digest_of_value,
+                fingerprint=() if array is None else self._fingerprint(array, digest_of_value),
                 sketch=sketch(array)
                 if array is not None and wants_sketch and self.policy.keeps_sketch(self.step, phase)
                 else None,
@@ -298,6 +301,13 @@ class Tape:
             )
             self.writer.add(event, array if keep else None)
         return order
+
+    def _fingerprint(self, array: NDArray[Any], of_value: bytes) -> tuple[float, ...]:
+        """Most values pass several ports unchanged; each is summarised once per step."""
+        key = of_value, array.dtype.name
+        if key not in self._fingerprints:
+            self._fingerprints[key] = fingerprint(array)
+        return self._fingerprints[key]
 
     def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
         """Records one field of a batch as the model (or the loss function) was given it."""

@@ -14,7 +14,7 @@ from tracediff.trace import TraceWriter
 from tracediff.trace.summary import digest, digest_value, fingerprint
 
 
-def build_event(site: Site | str, value: Any, order: int = 0, **fields: Any) -> Event:
+def build_event(site: Site | str, value: Any, order: int = 0, /, **fields: Any) -> Event:
     """An event as a recorder would make it, with digest and fingerprint of its value.
 
     Args:
@@ -33,7 +33,7 @@ def build_event(site: Site | str, value: Any, order: int = 0, **fields: Any) -> 
     else:
         kind = {str: "text", float: "scalar"}.get(type(value), "setting")
         defaults = {"kind": kind, "value": value, "digest": digest_value(value)}
-    return Event(site=place, order=order, **{**defaults, **fields})
+    return Event(**{"site": place, "order": order, **defaults, **fields})
 
 
 def build_trace(

@@ -176,7 +176,7 @@ def _laid_out_differently(pair: Pair) -> bool:
     shape = b.shape[::-1] if pair.layout == "transposed" else b.shape
     if a.shape == shape or a.kind not in ("tensor", "labels", "mask", "ids"):
         return False
-    return a.site.phase == "loss" or _count(a) == _count(b)
+    return a.site.phase in ("loss", "trajectory") or _count(a) == _count(b)
 
 
 def _count(event: Event) -> int:

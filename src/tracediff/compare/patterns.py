@@ -118,8 +118,8 @@ def _byte_order(baseline: NDArray[Any], target: NDArray[Any]) -> Pattern | None:
     width = f"u{baseline.dtype.itemsize}"
     if baseline.dtype.itemsize not in (2, 4, 8) or baseline.shape != target.shape:
         return None
-    a, b = (np.ascontiguousarray(x).reshape(-1)[:4096].view(width) for x in (baseline, target))
-    if np.array_equal(a.byteswap(), b):
+    a, b = (np.ascontiguousarray(x).reshape(-1).view(width) for x in (baseline, target))
+    if np.array_equal(a.byteswap(), b) and not np.array_equal(a, b):
         return Pattern("byte order", "the bytes of each element are swapped on one side")
     return None
 

@@ -15,13 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tracediff.errors import UsageError
-from tracediff.events import STAGES, Event, Run
+from tracediff.events import Event
 from tracediff.report.json import FORMAT, plain
-from tracediff.report.text import count, inert, number
+from tracediff.report.text import Harmless, inert, number
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 
-_SHOWN_STEPS: Final = 12
 _SHOWN_EVENTS: Final = 40
 _JSON_VALUES: Final = 1000
 """Tensors with more elements are left out of the JSON: the trace itself is the place for them."""
@@ -29,10 +28,7 @@ _JSON_VALUES: Final = 1000
 
 def inspect_trace(trace: Trace) -> RunView:
     """The manifest of a trace and the number of events per step and stage."""
-    counts = {
-        step: Counter(event.site.phase for event in trace.events(step)) for step in trace.steps
-    }
-    return RunView(str(trace.path), trace.run, counts)
+    return RunView(trace)
 
 
 def inspect_site(trace: Trace, text: str) -> SiteView:
@@ -57,47 +53,23 @@ def inspect_site(trace: Trace, text: str) -> SiteView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """The run manifest and its steps."""
+    """The run manifest and its steps, of a trace that is open."""
 
-    path: str
-    run: Run
-    counts: Mapping[int, Mapping[str, int]]
+    trace: Trace
 
     def as_json(self) -> dict[str, Any]:
-        steps = [{"step": step, "events": events} for step, events in self.counts.items()]
-        return {"format": FORMAT, "path": self.path, "run": plain(self.run), "steps": plain(steps)}
+        trace = self.trace
+        counts = {step: Counter(e.site.phase for e in trace.events(step)) for step in trace.steps}
+        steps = [{"step": step, "events": events} for step, events in counts.items()]
+        shown = {"path": str(trace.path), "run": trace.run, "steps": steps}
+        return {"format": FORMAT, **plain(shown)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        run = self.run
-        yield Text(inert(self.path), "bold")
-        rows = {
-            "stack": run.stack,
-            "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items()),
-            "command": " ".join(run.argv),
-            "level": run.level,
-            "started": run.started,
-            "status": f"{run.status}: {run.error}" if run.error else run.status,
-            "steps": count(len(self.counts), "step"),
-        }
-        yield _fields(rows)
-        for note in run.notes:
-            yield Text(f"  note: {inert(note)}", "yellow")
-        if self.counts:
-            yield Text()
-            yield self.table()
-
-    def table(self) -> Table:
-        """Events per step and stage; of many steps only the first ones."""
-        stages = [stage for stage in STAGES if any(stage in c for c in self.counts.values())]
-        table = Table(box=None, padding=(0, 1), header_style="dim")
-        for heading in ("step", "events", *stages):
-            table.add_column(heading, justify="right")
-        for step, events in list(self.counts.items())[:_SHOWN_STEPS]:
-            cells = (sum(events.values()), *(events.get(stage, 0) for stage in stages))
-            table.add_row(str(step), *(f"{cell:,}" for cell in cells))
-        if len(self.counts) > _SHOWN_STEPS:
-            table.caption = f"and {len(self.counts) - _SHOWN_STEPS} more steps"
-        return table
+        run = self.trace.run
+        yield Harmless(self.trace.summary())
+        yield Text()
+        versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+        yield _fields({"started": run.started, "versions": versions})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, Final
 
 from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 
 _INERT_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"})
 _ELLIPSIS: Final = "…"
@@ -53,6 +56,18 @@ def _spelled_character(character: str) -> str:
     """A character that differs: those beyond ASCII also by code point, since many look alike."""
     shown = _visible_character(character)
     return shown if character.isascii() or shown.startswith("⟨") else shown + code_point(character)
+
+
+@dataclass(frozen=True, slots=True)
+class Harmless:
+    """A renderable of another part, whose text is made inert as it is drawn."""
+
+    inner: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.inner, options):
+            lines = segment.text.split("\n")
+            yield Segment("\n".join(map(inert, lines)), segment.style, segment.control)
 
 
 def code_point(character: str) -> str:

@@ -20,6 +20,7 @@ from xarray.core import indexing
 
 from tracediff.events import Event
 from tracediff.trace.dtypes import DTYPES
+from tracediff.trace.metadata import parents
 from tracediff.trace.names import node_name
 
 if TYPE_CHECKING:
@@ -49,8 +50,12 @@ def build_tree(trace: Trace) -> xr.DataTree:
     ambiguous = {name for name, found in sizes.items() if len(found) > 1} | set(_LEADING)
     nodes: dict[str, dict[str, xr.Variable]] = defaultdict(dict)
     coordinates: dict[str, dict[str, Any]] = defaultdict(dict)
+    modules = parents(f"{stack.node}/x" for stack in stacks)
     for stack in stacks:
-        nodes[stack.node][stack.name] = stack.variable(ambiguous, trace.steps)
+        name = stack.name
+        while f"{stack.node}/{name}" in modules:  # a module of that name: a node has either
+            name += "_"
+        nodes[stack.node][name] = stack.variable(ambiguous, trace.steps)
         dim = stack.step_dim(trace.steps)
         coordinates[stack.node][dim] = (dim, np.array(stack.steps))
     tree = xr.DataTree.from_dict(

@@ -107,7 +107,9 @@ def write_manifest(path: Path, run: Run, segments: int | None = None) -> None:
         segments: How many segments were committed, known once the run has ended.
     """
     manifest = {field.name: getattr(run, field.name) for field in fields(run)}
-    attributes: dict[str, Any] = {"format": FORMAT, "run": plain(manifest)}
+    # The manifest is read by other programs, and NaN is no JSON: it becomes a string here.
+    strict = json.loads(json.dumps(plain(manifest)), parse_constant=str)
+    attributes: dict[str, Any] = {"format": FORMAT, "run": strict}
     if segments is not None:
         attributes["segments"] = segments
     write_atomically(path / MANIFEST, group_json({"tracediff": attributes}).encode("ascii"))

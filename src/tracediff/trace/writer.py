@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -205,24 +206,21 @@ class TraceWriter:
         root = self._root
         occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
         old = self._replaceable(overwrite) if occupied else None
-        root.parent.mkdir(parents=True, exist_ok=True)
         new = root.with_name(f".{root.name}.{secrets.token_hex(4)}.new")
-        (new / SEGMENTS / "0").mkdir(parents=True)
-        lock = Lock(new)
-        write_manifest(new, self.run)
+        lock = None
         try:
-            if old is not None:
-                _swap(root, new)
-                old.release()
-            else:
-                new.rename(root)  # fails if another writer was quicker
-        except OSError:
-            lock.release()
+            (new / SEGMENTS / "0").mkdir(parents=True)
+            lock = Lock(new)
+            write_manifest(new, self.run)
+            _put(new, root, replacing=old is not None)
+        except BaseException:
+            if lock is not None:
+                lock.release()
             shutil.rmtree(new, ignore_errors=True)
-            raise TraceExistsError(
-                f"{self.path} was created by another process meanwhile: choose another path"
-            ) from None
-        sync_folder(root.parent)
+            raise
+        finally:
+            if old is not None:
+                old.release()
         return lock
 
     def _replaceable(self, overwrite: bool) -> Lock:
@@ -351,16 +349,24 @@ def _blocks(array: NDArray[Any], chunk: tuple[int, ...]) -> Iterator[NDArray[Any
         yield block
 
 
-def _swap(root: Path, new: Path) -> None:
-    """Puts a new trace in the place of an old one, which is removed last."""
+def _put(new: Path, root: Path, *, replacing: bool) -> None:
+    """Gives a new trace its place. What it replaces is set aside first and removed last."""
     old = root.with_name(f".{root.name}.{secrets.token_hex(4)}.old")
-    root.rename(old)
+    if replacing:
+        root.rename(old)
     try:
         new.rename(root)
-    except OSError:
-        old.rename(root)
+    except OSError as error:
+        if replacing:
+            old.rename(root)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise TraceExistsError(
+                f"{root} was created by another process meanwhile: choose another path"
+            ) from None
         raise
-    shutil.rmtree(old)
+    sync_folder(root.parent)
+    if replacing:
+        shutil.rmtree(old)
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""The MLX stack: records models built from `mlx.nn` and trained with `mlx.optimizers`.
+
+Works with Metal, CUDA and the CPU alike: it only asks MLX for values.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar, Final
+
+import mlx.core as mx
+import numpy as np
+
+from tracediff import recording
+from tracediff.recorders.mlx_arrays import random_key
+from tracediff.recorders.mlx_autograd import GradientHooks
+from tracediff.recorders.mlx_compile import CompileHooks
+from tracediff.recorders.mlx_losses import LossHooks
+from tracediff.recorders.mlx_modules import ModuleHooks
+from tracediff.recorders.mlx_optimizer import OptimizerHooks
+from tracediff.recorders.mlx_roots import Roots
+from tracediff.recorders.mlx_state import State
+
+_DISTRIBUTIONS: Final = (
+    *("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda", "mlx-lm"),
+    *("transformers", "tokenizers", "safetensors"),
+)
+
+
+class Recorder(recording.Recorder):
+    """Records an MLX run at module level."""
+
+    stack: ClassVar[str] = "mlx"
+
+    def attach(self) -> None:
+        """Wraps modules, gradient transformations, losses, optimizers and `mx.compile`."""
+        tape, patches = self.tape, self.patches
+        state = State(tape, Roots(tape))
+        gc.collect()  # an optimizer or a compiled step that nobody holds any more does not count
+        # Undone last: until then a wrapper may still be running.
+        patches.on_undo(setattr, state, "active", False)
+        CompileHooks(state, patches).install()
+        ModuleHooks(state, patches).install()
+        GradientHooks(state, patches).install()
+        LossHooks(state, patches).install()
+        OptimizerHooks(state, patches).install()
+        if importlib.util.find_spec("transformers") is not None:
+            from tracediff.recorders.transformers_rendering import RenderingHooks
+
+            RenderingHooks(tape, patches).install()
+        self._watch_generator()
+
+    def environment(self) -> Mapping[str, Any]:
+        """Device, stream, and whether Metal or CUDA are there; no key depends on a run."""
+        device = mx.default_device()
+        return {
+            "mlx.default_device": device.type.name,
+            "mlx.default_stream": str(mx.default_stream(device)),
+            "mlx.metal_available": mx.metal.is_available(),
+            "mlx.default_float_dtype": to_dtype_name(mx.array(1.0)),
+            "mlx.default_int_dtype": to_dtype_name(mx.array(1)),
+        }
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of MLX, its back ends, and what mlx-lm stands on, where installed."""
+        found = {}
+        for name in _DISTRIBUTIONS:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        return found
+
+    def _watch_generator(self) -> None:
+        """Records the state of the global generator at the start of each step."""
+        before = random_key()
+
+        def emit() -> None:
+            key = random_key()
+            if key is not None and before is not None:
+                attributes = {"touched": not np.array_equal(key, before)}
+                self.tape.emit("rng", "mlx", "state", key, kind="state", attributes=attributes)
+
+        self.tape.on_step_start.append(emit)
+        self.patches.on_undo(self.tape.on_step_start.remove, emit)
+
+
+def to_dtype_name(array: mx.array) -> str:
+    """`float32` for `mlx.core.float32`."""
+    return str(array.dtype).removeprefix("mlx.core.")

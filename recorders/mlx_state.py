@@ -1,0 +1,180 @@
+"""What the parts of the MLX recorder share while it is attached."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import mlx.core as mx
+from numpy.typing import NDArray
+
+from tracediff.recorders.mlx_arrays import Ports, to_numpy
+from tracediff.recorders.mlx_roots import Roots
+from tracediff.recording import Frame, Patches, Tape
+
+UNREADABLE: Final = (
+    "Values inside mx.vmap, or inside a function that mx.compile traced, cannot be read: "
+    "they are not in the trace"
+)
+
+
+@dataclass(eq=False, slots=True)
+class Gradient:
+    """One call of a gradient transformation such as `value_and_grad`, while it runs.
+
+    Attributes:
+        batch: Arguments of the user's function.
+        started: Whether the user's function has been called.
+        forward: Whether it is running; afterwards MLX only differentiates, and what calls modules
+            then is a checkpoint that computes them again.
+        root_calls: Calls of root modules inside it so far.
+    """
+
+    batch: Ports
+    started: bool = False
+    forward: bool = False
+    root_calls: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class State:
+    """The tape, the names of modules, and where in the training step the run is.
+
+    Attributes:
+        optimizer_seen: An optimizer exists in the process, so steps are counted by its updates
+            and calls outside of a gradient transformation are evaluations.
+        gradient: The outermost gradient transformation that is running.
+        open: Calls of modules that are running, innermost last, and the module of each; the frame
+            is None for a repeated call that was not recorded the first time.
+        segments: For each checkpointed function that runs for the first time, its calls so far.
+        touched: Counts whatever the recorder has seen: a function during which it stays the same
+            holds nothing to record.
+        active: Whether the recorder is attached; functions that it wrapped outlive it.
+    """
+
+    tape: Tape
+    roots: Roots
+    optimizer_seen: bool = False
+    gradient: Gradient | None = None
+    open: list[tuple[Any, Frame | None]] = field(default_factory=list)
+    segments: list[list[Frame]] = field(default_factory=list)
+    touched: int = 0
+    active: bool = True
+    _sources: tuple[int, tuple[int, ...]] = (0, ())
+    _grads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _grads_step: int = 0
+    _process: int = field(default_factory=os.getpid)
+
+    @property
+    def recording(self) -> bool:
+        """Whether values may be recorded: a forked worker must not write to this trace."""
+        return self.active and os.getpid() == self._process
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a call that begins now is part of an evaluation."""
+        return self.optimizer_seen and self.gradient is None
+
+    @property
+    def loss_inputs(self) -> tuple[int, ...]:
+        """Orders of the latest outputs that a loss can have been computed from."""
+        step, orders = self._sources
+        return orders if step == self.tape.step else ()
+
+    def offer(self, orders: Sequence[int]) -> None:
+        """Names the events that the next loss may have been computed from."""
+        self._sources = (self.tape.step, tuple(orders))
+
+    def grads_of(self, path: str) -> list[int]:
+        """Orders of the gradients of a parameter in this step, to read and to extend."""
+        if self._grads_step != self.tape.step:
+            self._grads.clear()
+            self._grads_step = self.tape.step
+        return self._grads[path]
+
+    def read(self, array: mx.array) -> NDArray[Any] | None:
+        """Values of an array, or None with a note in the trace where there are none."""
+        values = to_numpy(array)
+        if values is None:
+            self.tape.note(UNREADABLE)
+        return values
+
+    def emit_array(
+        self, phase: str, path: str, port: str, array: mx.array, **extra: Any
+    ) -> tuple[int, ...]:
+        """Records an array; returns its order as a tuple, empty if it has no values."""
+        values = self.read(array)
+        return () if values is None else (self.tape.emit(phase, path, port, values, **extra),)
+
+
+class ClassHooks:
+    """Wraps a method in every class that defines it, below a base class, now or later.
+
+    MLX modules define `__call__` in their own classes and optimizers may override `update`: there
+    is no single place to hook.
+    """
+
+    def __init__(
+        self,
+        base: type,
+        names: Sequence[str],
+        wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+        patches: Patches,
+    ) -> None:
+        self._base = base
+        self._names = names
+        self._wrap = wrap
+        self._patches = patches
+        self._wrappers: set[int] = set()
+
+    def install(self) -> None:
+        for cls in _with_subclasses(self._base):
+            self.ensure(cls)
+        base: Any = self._base
+
+        def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+            super(base, cls).__init_subclass__(**kwargs)
+            self.ensure(cls)
+
+        self._patches.replace(base, "__init_subclass__", lambda _: classmethod(init_subclass))
+
+    def ensure(self, cls: type) -> None:
+        """Wraps what a class defines itself, also if it was replaced since it was wrapped."""
+        for name in self._names:
+            original = vars(cls).get(name)
+            if callable(original) and id(original) not in self._wrappers:
+                wrapper = functools.wraps(original)(self._wrap(name, original))
+                self._wrappers.add(id(wrapper))
+                setattr(cls, name, wrapper)
+                self._patches.on_undo(_put_back, cls, name, wrapper, original)
+
+
+def _put_back(cls: type, name: str, wrapper: Any, original: Any) -> None:
+    """Restores a method, unless the user's code has replaced it since."""
+    if vars(cls).get(name) is wrapper:
+        setattr(cls, name, original)
+
+
+def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    yield base
+    for cls in base.__subclasses__():
+        yield from _with_subclasses(cls)
+
+
+def replace_everywhere(patches: Patches, replacements: Mapping[Any, Any]) -> None:
+    """Replaces functions in all modules that hold them, whatever name they imported them by."""
+    by_id = {id(original): new for original, new in replacements.items()}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            new = by_id.get(id(value))
+            if new is not None:
+                patches.replace(module, name, functools.partial(_instead, new))
+
+
+def _instead(new: Any, original: Any) -> Any:
+    return new

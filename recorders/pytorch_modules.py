@@ -1,0 +1,275 @@
+"""Calls of modules: their inputs and outputs, and the gradients of the outputs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.utils.checkpoint
+import torch.utils.hooks
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tracediff.recorders.pytorch_roots import Named, is_compiled, unwrapped
+from tracediff.recorders.pytorch_state import State, in_backward
+from tracediff.recorders.pytorch_tensors import (
+    Ports,
+    batch_shape,
+    has_values,
+    hidden_dims,
+    input_ports,
+    is_integer,
+    output_ports,
+    to_numpy,
+)
+from tracediff.recording import Frame, Patches
+
+COMPILED_NOTE: Final = "torch.compile ran eagerly while recording"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a module that is about to happen."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    original: Callable[..., Any]
+
+    def run(self) -> Any:
+        return self.original(self.module, *self.args, **self.kwargs)
+
+    def inputs(self) -> Ports:
+        return input_ports(self.module, self.args, self.kwargs)
+
+
+class ModuleHooks:
+    """Wraps `nn.Module.__call__`, so that arguments, results and exceptions pass one place.
+
+    Global forward hooks would not do: they run before the module's own hooks, which may replace
+    the output, and the pre-hook does not see keyword arguments.
+
+    Attributes:
+        on_call: Called with each module before a call of it is recorded.
+    """
+
+    def __init__(self, state: State, patches: Patches) -> None:
+        self._state = state
+        self._patches = patches
+        self._muted = False
+        self._thread = 0
+        self._batch: tuple[int, ...] | None = None
+        self._repeated: Iterator[Frame] | None = None
+        self._hooked: MutableMapping[Any, Any] = WeakIdKeyDictionary()
+        self.on_call: list[Callable[[nn.Module], None]] = []
+
+    def install(self) -> None:
+        checkpoint = torch.utils.checkpoint.CheckpointFunction
+        self._patches.replace(nn.Module, "__call__", self._wrap_call)
+        self._patches.replace(checkpoint, "forward", self._wrap_checkpoint)
+
+    # ---- calls -----------------------------------------------------------------------------
+
+    def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.unrecorded():
+                return original(module, *args, **kwargs)
+            if is_compiled(module):
+                self._state.tape.note(COMPILED_NOTE)
+            if unwrapped(module) is not module:
+                return original(module, *args, **kwargs)
+            return self._call(Call(module, args, kwargs, original))
+
+        return call
+
+    def unrecorded(self) -> bool:
+        """Whether a call that begins now is to be left alone."""
+        state = self._state
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return True
+        if self._muted or not state.recording:
+            return True
+        if self._repeated is not None:
+            return False
+        if in_backward():
+            return True  # a checkpoint that is not reentrant repeats its forward pass
+        if state.open and threading.get_ident() != self._thread:
+            state.tape.note("Modules ran in several threads at once: only one was recorded")
+            return True
+        return False
+
+    def _call(self, call: Call) -> Any:
+        state = self._state
+        if not state.open and self._repeated is None:
+            return self._outermost(call)
+        parent = next((frame.path for frame in reversed(state.open) if frame), "")
+        path = state.roots.path_of(call.module) or state.roots.adopt(call.module, parent)
+        return self._record(call, path, call.inputs())
+
+    def _outermost(self, call: Call) -> Any:
+        state, tape, roots = self._state, self._state.tape, self._state.roots
+        evaluating = state.evaluating
+        if tape.root_calls and not state.optimizer_seen and roots.would_be_root(call.module):
+            tape.advance()
+        path = roots.admit(call.module)
+        if path is None:
+            return call.run()
+        ports = call.inputs()
+        self._thread = threading.get_ident()
+        self._batch = batch_shape(ports) or self._batch
+        if evaluating:
+            return self._evaluate(call, path, ports)
+        self._hook_parameters()
+        tape.start_step()
+        if roots.is_root(call.module):
+            self._emit_batch(ports, tape.root_calls)
+            tape.root_calls += 1
+        return self._record(call, path, ports)
+
+    def _record(self, call: Call, path: str, ports: Ports) -> Any:
+        for callback in self.on_call:
+            callback(call.module)
+        with self.frame(path, type(call.module).__name__) as (frame, is_new):
+            if is_new:
+                self._emit(self._state.tape.emit_in, frame, ports)
+            output = call.run()
+            ports = output_ports(output)
+            if is_new:
+                self._emit(self._state.tape.emit_out, frame, ports)
+            for port, tensor in ports.tensors if frame else ():
+                self.hook(frame, port, tensor, hidden_dims(tensor, self._batch))
+        return output
+
+    def _evaluate(self, call: Call, path: str, ports: Ports) -> Any:
+        """Records a call without gradients as one value in and one out, in the trajectory."""
+        tape = self._state.tape
+        tape.evaluating = self._muted = True
+        frame = tape.enter(path, type(call.module).__name__, phase="trajectory")
+        try:
+            if self._state.roots.is_root(call.module):
+                self._emit_batch(ports, tape.next_call("rendering", "eval_batch"))
+            self._emit(tape.emit_in, frame, ports)
+            output = call.run()
+            self._emit(tape.emit_out, frame, output_ports(output))
+            return output
+        finally:
+            tape.exit(frame)
+            tape.evaluating = self._muted = False
+
+    @contextmanager
+    def frame(self, path: str, op: str) -> Iterator[tuple[Any, bool]]:
+        """A call that is open for the duration of the block, and whether it is a new one.
+
+        When a reentrant checkpoint repeats a call, it is the call of the first time: its values
+        are on the tape already, but only now does it have gradients. None where there was none.
+        """
+        state, is_new = self._state, self._repeated is None
+        frame: Any = state.tape.enter(path, op) if is_new else self._next_repeated(op)
+        state.open.append(frame)
+        for segment in state.segments if frame else ():
+            segment.append(frame)
+        try:
+            yield frame, is_new
+        finally:
+            state.open.pop()
+            if is_new:
+                state.tape.exit(frame)
+                if not state.open:
+                    state.offer(frame.outs)
+
+    def _next_repeated(self, op: str) -> Frame | None:
+        frame = next(self._repeated or iter(()), None)
+        return frame if frame and frame.op == op else None
+
+    # ---- values ----------------------------------------------------------------------------
+
+    def _emit_batch(self, ports: Ports, call: int) -> None:
+        for name, (_, tensor) in zip(ports.names, ports.tensors, strict=True):
+            if is_integer(tensor) and (array := to_numpy(tensor)) is not None:
+                self._state.tape.emit_batch(name, array, call)
+
+    def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> None:
+        attributes = {"skipped": ports.skipped} if ports.skipped else None
+        for port, tensor in ports.tensors:
+            if (array := to_numpy(tensor)) is None:
+                self._state.tape.note("tensors without plain values of their own were left out")
+                continue
+            dims = hidden_dims(tensor, self._batch)
+            emit(frame, port, array, dims=dims, attributes=attributes)
+            attributes = None
+
+    # ---- gradients -------------------------------------------------------------------------
+
+    def hook(self, frame: Frame, port: str, tensor: torch.Tensor, dims: tuple[str, ...]) -> None:
+        """Records the gradient of an output when there is one."""
+        # A leaf outlives the step, and so would its hook; parameters have hooks of their own.
+        if not tensor.requires_grad or tensor.is_leaf or not has_values(tensor):
+            return
+        name = "grad_" + port
+
+        def record(grad: torch.Tensor) -> None:
+            self._state.emit_grad(frame, name, grad, dims)
+
+        _hook(tensor, record)
+
+    def _hook_parameters(self) -> None:
+        """Records what each backward pass contributes to a parameter, before it is accumulated."""
+        for tensor, named in self._state.roots.trainable():
+            if tensor not in self._hooked:
+                record = functools.partial(self._parameter_grad, named)
+                handle = _hook(tensor, record)
+                self._hooked[tensor] = handle
+                self._patches.on_undo(handle.remove)
+
+    def _parameter_grad(self, named: Named, grad: torch.Tensor) -> None:
+        state = self._state
+        if not state.recording or (array := to_numpy(grad)) is None:
+            return
+        frames = [frame for path in named.owners if (frame := state.tape.frame_of(path))]
+        inputs = [order for frame in frames for order in (*frame.grads, *frame.ins)]
+        call = state.backward_call
+        port = state.unique(named.path, call, "grad")
+        state.tape.emit("backward", named.path, port, array, call=call, inputs=inputs)
+
+    def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+            if self.unrecorded():
+                return original(ctx, function, *args)
+            return original(ctx, self._segment(function), *args)
+
+        return forward
+
+    def _segment(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpointed function that remembers its calls, for when they are repeated."""
+        frames: list[Frame] = []
+        first = True
+
+        def run(*args: Any) -> Any:
+            nonlocal first
+            outer, is_first, first = self._repeated, first, False
+            if is_first:
+                self._state.segments.append(frames)
+            else:
+                self._repeated = iter(frames)
+            try:
+                return function(*args)
+            finally:
+                if is_first:
+                    self._state.segments.pop()
+                else:
+                    self._repeated = outer
+
+        return run
+
+
+def _hook(tensor: torch.Tensor, record: Callable[[torch.Tensor], None]) -> Any:
+    """Registers a hook that torch does not warn about when the tensor is saved."""
+    untyped: Any = torch.utils.hooks.unserializable_hook
+    register: Any = tensor.register_hook
+    return register(untyped(record))

@@ -1,0 +1,172 @@
+"""Optimizer updates: gradients, hyper-parameters, state, update and parameter of each."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tracediff.recorders.pytorch_state import State
+from tracediff.recorders.pytorch_tensors import scalar, to_numpy
+from tracediff.recording import Patches
+
+_IMPLEMENTATION: Final = frozenset(
+    {"betas", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+)
+"""Settings that are recorded under other names, or choose an implementation of the same update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """A parameter that an update is about to change."""
+
+    index: int
+    parameter: torch.Tensor
+    before: torch.Tensor
+    inputs: tuple[int, ...]
+
+
+class OptimizerHooks:
+    """Records each `Optimizer.step`; a step of the trace ends with it."""
+
+    def __init__(self, state: State, patches: Patches) -> None:
+        self._state = state
+        self._patches = patches
+        self._pending: list[Updated] = []
+        self._loaded: MutableMapping[Any, bool] = WeakIdKeyDictionary()
+
+    def install(self) -> None:
+        gc.collect()  # an optimizer that nobody holds any more does not count
+        # `type(o)`, as `isinstance` would wake up lazy proxies.
+        self._state.optimizer_seen = any(issubclass(type(o), Optimizer) for o in gc.get_objects())
+        self._patches.replace(Optimizer, "__init__", self._wrap_init)
+        self._patches.on_undo(register_optimizer_step_pre_hook(self._before).remove)
+        self._patches.on_undo(register_optimizer_step_post_hook(self._after).remove)
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            self._patches.replace(owner, "clip_grad_norm_", self._wrap_clip)
+
+    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._state.optimizer_seen = True
+            original(optimizer, *args, **kwargs)
+
+        return init
+
+    def _wrap_clip(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(original)
+        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+            norm = original(parameters, max_norm, *args, **kwargs)
+            if self._state.recording:
+                call = self._state.tape.next_call("optimizer", "clip_grad_norm")
+                attributes = {"max_norm": float(max_norm)}
+                self._state.emit_tensor(
+                    "optimizer", "clip_grad_norm", "out", norm, call=call, attributes=attributes
+                )
+            return norm
+
+        return clip
+
+    # ---- one update ------------------------------------------------------------------------
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._pending = []
+        if not self._state.recording:
+            return
+        op, square = type(optimizer).__name__, 0.0
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        for index, (parameter, group) in enumerate(parameters):
+            if parameter.grad is None and not has_closure:
+                continue
+            path = self._path(index, parameter)
+            inputs = self._load_state(optimizer, path, parameter)
+            if parameter.grad is not None and (grad := to_numpy(parameter.grad)) is not None:
+                inputs.append(self._emit(path, "grad", grad, op=op))
+                square += float(np.square(np.abs(grad).astype(np.float64)).sum())
+            hyper = hyper_parameters(optimizer, group, parameter)
+            inputs.append(self._emit(path, "hyper", hyper, op=op))
+            before = parameter.detach().clone()
+            self._pending.append(Updated(index, parameter, before, tuple(inputs)))
+        self._trajectory("grad_norm", np.float64(np.sqrt(square)))
+        for index, group in enumerate(optimizer.param_groups):
+            self._trajectory(f"lr[{index}]" if index else "lr", np.float64(scalar(group["lr"])))
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._state.recording:
+            return
+        op = type(optimizer).__name__
+        for updated in self._pending:
+            parameter, inputs = updated.parameter, list(updated.inputs)
+            path = self._path(updated.index, parameter)  # a closure may have named it by now
+            for name, value in _state_tensors(optimizer, parameter):
+                port = f"state.{name}"
+                inputs.append(self._emit(path, port, value, op=op, inputs=updated.inputs))
+            if (update := to_numpy(parameter.detach() - updated.before)) is not None:
+                inputs = [self._emit(path, "update", update, op=op, inputs=inputs)]
+            if (after := to_numpy(parameter)) is not None:
+                self._emit(path, "param", after, op=op, inputs=inputs)
+        self._pending = []
+        self._state.tape.advance()
+
+    def _path(self, index: int, parameter: torch.Tensor) -> str:
+        """Path of a parameter, or its place in the optimizer if it belongs to no root."""
+        named = self._state.roots.named(parameter)
+        return named.path if named else f"param[{index}]"
+
+    def _load_state(self, optimizer: Optimizer, path: str, parameter: torch.Tensor) -> list[int]:
+        """Records the state that an optimizer already has when its first update is seen."""
+        if parameter in self._loaded:
+            return []
+        self._loaded[parameter] = True
+        return [
+            self._state.tape.emit("loading", path, f"state.{name}", value)
+            for name, value in _state_tensors(optimizer, parameter)
+        ]
+
+    def _emit(self, path: str, port: str, value: Any, op: str, inputs: Sequence[int] = ()) -> int:
+        return self._state.tape.emit("optimizer", path, port, value, op=op, inputs=inputs)
+
+    def _trajectory(self, path: str, value: np.float64) -> None:
+        call = self._state.tape.next_call("trajectory", path)
+        self._state.tape.emit("trajectory", path, "out", np.asarray(value), call=call)
+
+
+def _state_tensors(
+    optimizer: Optimizer, parameter: torch.Tensor
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Tensors that an optimizer keeps for a parameter; its step counter is a hyper-parameter."""
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    for name, value in state.items():
+        array = to_numpy(value) if isinstance(value, torch.Tensor) else None
+        if name != "step" and array is not None:
+            yield name, array
+
+
+def hyper_parameters(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """What the coming update of a parameter depends on besides tensors, as plain numbers.
+
+    `step` is the number of the update, from 1, where the optimizer counts them.
+    """
+    names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION and name in group]
+    hyper = {name: scalar(group[name]) for name in names}
+    if "betas" in group:
+        hyper["beta1"], hyper["beta2"] = (scalar(beta) for beta in group["betas"])
+        hyper["bias_correction"] = True
+    state = optimizer.state.get(parameter, {})
+    if "betas" in group or "step" in state:
+        hyper["step"] = int(scalar(state.get("step", 0))) + 1
+    return hyper

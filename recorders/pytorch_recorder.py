@@ -1,0 +1,138 @@
+"""The PyTorch recorder: modules, losses, gradients, optimizers and random generators."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+
+from tracediff.recorders.pytorch_loss import LossHooks
+from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
+from tracediff.recorders.pytorch_optimizer import OptimizerHooks
+from tracediff.recorders.pytorch_rope import RopeHooks
+from tracediff.recorders.pytorch_state import State
+from tracediff.recording import Recorder as BaseRecorder
+from tracediff.recording import Tape
+
+_PACKAGES: Final = ("torch", "transformers", "peft", "accelerate", "tokenizers", "safetensors")
+
+
+class Recorder(BaseRecorder):
+    """Records whatever runs on PyTorch in this process while it is attached."""
+
+    stack: ClassVar[str] = "pytorch"
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self._state = State(tape)
+        self._eager = False
+
+    def attach(self) -> None:
+        state, patches = self._state, self.patches
+        modules = ModuleHooks(state, patches)
+        modules.install()
+        RopeHooks(state, patches, modules).install()
+        LossHooks(state, patches).install()
+        OptimizerHooks(state, patches).install()
+        if importlib.util.find_spec("transformers") is not None:
+            from tracediff.recorders.transformers_rendering import RenderingHooks
+
+            RenderingHooks(self.tape, patches).install()
+        patches.replace(torch, "compile", self._wrap_compile)
+        if "torch._dynamo" in sys.modules:
+            self._run_eagerly()
+        self._watch_generators()
+        patches.on_undo(setattr, state, "active", False)
+
+    # ---- compiled functions ----------------------------------------------------------------
+
+    def _wrap_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            self._run_eagerly()
+            self.tape.note(COMPILED_NOTE)
+            return original(*args, **kwargs)
+
+        return compile
+
+    def _run_eagerly(self) -> None:
+        """Makes compiled functions run as they were written, until the recorder is detached.
+
+        Not done before it is needed: it imports the compiler, which takes seconds.
+        """
+        if not self._eager:
+            self._eager = True
+            stance = torch.compiler.set_stance("force_eager")
+            self.patches.on_undo(stance.__exit__, None, None, None)
+
+    # ---- random generators -----------------------------------------------------------------
+
+    def _watch_generators(self) -> None:
+        before = generator_states()
+
+        def emit() -> None:
+            for path, state in generator_states().items():
+                touched = not np.array_equal(state, before.get(path, _fresh_state(path)))
+                self.tape.emit(
+                    "rng", path, "state", state, kind="state", attributes={"touched": touched}
+                )
+
+        self.tape.on_step_start.append(emit)
+        self.patches.on_undo(self.tape.on_step_start.remove, emit)
+
+    # ---- what runs here --------------------------------------------------------------------
+
+    def environment(self) -> Mapping[str, Any]:
+        cuda: Any = torch.backends.cuda
+        settings = {
+            "torch.cuda_available": torch.cuda.is_available(),
+            "torch.mps_available": torch.backends.mps.is_available(),
+            "torch.num_threads": torch.get_num_threads(),
+            "torch.num_interop_threads": torch.get_num_interop_threads(),
+            "torch.default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "torch.cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "torch.cudnn.deterministic": torch.backends.cudnn.deterministic,
+            "torch.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            "torch.cuda.matmul.allow_tf32": cuda.matmul.allow_tf32,
+            "torch.sdp.flash": cuda.flash_sdp_enabled(),
+            "torch.sdp.mem_efficient": cuda.mem_efficient_sdp_enabled(),
+            "torch.sdp.math": cuda.math_sdp_enabled(),
+            "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        }
+        if torch.cuda.is_available():
+            settings["torch.cuda.device"] = torch.cuda.get_device_name()
+            settings["torch.cuda.version"] = torch.version.cuda
+        return settings
+
+    def versions(self) -> Mapping[str, str]:
+        found = {}
+        for name in _PACKAGES:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        return found
+
+
+def generator_states() -> dict[str, np.ndarray[Any, Any]]:
+    """States of the default generators as bytes, without making CUDA initialise itself."""
+    states = {"torch.cpu": torch.get_rng_state().numpy()}
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        for device, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"torch.cuda.{device}"] = state.numpy()
+    return states
+
+
+def _fresh_state(path: str) -> np.ndarray[Any, Any]:
+    """State of a CUDA generator that was initialised after the recorder attached."""
+    device = path.removeprefix("torch.").replace(".", ":")
+    return np.asarray(torch.Generator(device).get_state().numpy())

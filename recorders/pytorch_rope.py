@@ -1,0 +1,75 @@
+"""Rotary embeddings of transformers, which are a function there and a module in other stacks."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from tracediff.recorders.pytorch_modules import ModuleHooks
+from tracediff.recorders.pytorch_state import State
+from tracediff.recorders.pytorch_tensors import to_numpy
+from tracediff.recording import Patches
+
+_FUNCTION: Final = "apply_rotary_pos_emb"
+_DIMS: Final = ("batch", "heads", "sequence", "head_dim")
+
+
+class RopeHooks:
+    """Records `apply_rotary_pos_emb` as a module `<attention>.rope`: call 0 is q, call 1 is k."""
+
+    def __init__(self, state: State, patches: Patches, modules: ModuleHooks) -> None:
+        self._state = state
+        self._patches = patches
+        self._modules = modules
+        self._seen: set[str] = set()
+
+    def install(self) -> None:
+        self._modules.on_call.append(self._watch)
+
+    def _watch(self, module: nn.Module) -> None:
+        """Wraps the function in the Python module that the class of a module comes from."""
+        name = type(module).__module__
+        if name not in self._seen:
+            self._seen.add(name)
+            if name in sys.modules:
+                self._patches.replace(sys.modules[name], _FUNCTION, self._wrap)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            if not self._state.open or self._modules.unrecorded():
+                return original(*args, **kwargs)
+            given = [*args, *(kwargs[name] for name in ("q", "k") if name in kwargs)][:2]
+            # Copies: nothing says that the function leaves its arguments as they are.
+            before = [_copy(value) for value in given]
+            result = original(*args, **kwargs)
+            rotated = result if isinstance(result, tuple) else (result,)
+            for array, tensor in zip(before, rotated, strict=False):
+                self._record(array, tensor)
+            return result
+
+        return apply
+
+    def _record(self, before: Any, rotated: Any) -> None:
+        parent = self._state.open[-1]
+        if parent is None or before is None or not isinstance(rotated, torch.Tensor):
+            return
+        dims = _DIMS if rotated.ndim == len(_DIMS) else ()
+        with self._modules.frame(f"{parent.path}.rope", "RoPE") as (frame, is_new):
+            array = to_numpy(rotated)
+            if is_new and array is not None:
+                self._state.tape.emit_in(frame, "in", before, dims=dims)
+                self._state.tape.emit_out(frame, "out", array, dims=dims)
+            if frame is not None:
+                self._modules.hook(frame, "out", rotated, dims)
+
+
+def _copy(value: Any) -> Any:
+    array = to_numpy(value) if isinstance(value, torch.Tensor) else None
+    return None if array is None else np.array(array)

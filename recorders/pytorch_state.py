@@ -1,0 +1,90 @@
+"""What the parts of the PyTorch recorder share while it is attached."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from tracediff.recorders.pytorch_roots import Roots
+from tracediff.recorders.pytorch_tensors import to_numpy
+from tracediff.recording import Frame, Tape
+
+
+class State:
+    """The tape, the names of modules and parameters, and where in the training step the run is.
+
+    Attributes:
+        optimizer_seen: An optimizer exists in the process, so steps are counted by its updates
+            and calls without gradients are evaluations.
+        backward_call: Index of the backward pass within the step (of the micro-batch).
+        open: Calls that are running, innermost last; None for a repeated one that was not
+            recorded the first time.
+        segments: For each reentrant checkpoint that runs for the first time, its calls so far.
+        active: Whether the recorder is attached; hooks on tensors outlive it.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.roots = Roots(tape)
+        self.optimizer_seen = False
+        self.backward_call = 0
+        self.open: list[Frame | None] = []
+        self.segments: list[list[Frame]] = []
+        self.active = True
+        self._sources: tuple[int, tuple[int, ...]] = (0, ())
+        self._emitted: dict[tuple[str, int, str], int] = defaultdict(int)
+        self._emitted_step = 0
+        self._process = os.getpid()
+
+    @property
+    def recording(self) -> bool:
+        """Whether values may be recorded: a forked worker must not write to this trace."""
+        return self.active and os.getpid() == self._process
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a call that begins now, outside any other, would be part of an evaluation."""
+        if torch.is_grad_enabled() or not self.optimizer_seen:
+            return False
+        return not self.open and not self.segments  # a reentrant checkpoint disables gradients
+
+    @property
+    def loss_inputs(self) -> tuple[int, ...]:
+        """Orders of the latest outputs that a loss can have been computed from."""
+        step, orders = self._sources
+        return orders if step == self.tape.step else ()
+
+    def offer(self, orders: Sequence[int]) -> None:
+        """Names the events that the next loss may have been computed from."""
+        self._sources = (self.tape.step, tuple(orders))
+
+    def emit_grad(self, frame: Frame, port: str, grad: torch.Tensor, dims: Sequence[str]) -> None:
+        """Records the gradient of a module's output."""
+        if self.recording and (array := to_numpy(grad)) is not None:
+            self.tape.emit_grad(frame, self.unique(frame.path, frame.call, port), array, dims=dims)
+
+    def unique(self, path: str, call: int, port: str) -> str:
+        """`port`, or `port@1`, `port@2` ... where one call is differentiated several times."""
+        if self._emitted_step != self.tape.step:
+            self._emitted.clear()
+            self._emitted_step = self.tape.step
+        count = self._emitted[path, call, port]
+        self._emitted[path, call, port] = count + 1
+        return f"{port}@{count}" if count else port
+
+    def emit_tensor(
+        self, phase: str, path: str, port: str, value: torch.Tensor, **extra: Any
+    ) -> tuple[int, ...]:
+        """Records a tensor; returns its order as a tuple, empty if it has no values."""
+        array: NDArray[Any] | None = to_numpy(value)
+        return () if array is None else (self.tape.emit(phase, path, port, array, **extra),)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass, in which checkpointed calls are repeated."""
+    return int(torch._C._current_graph_task_id()) != -1
