@@ -19,11 +19,9 @@ from tracediff.recorders.mlx_state import Gradient, State, replace_everywhere
 from tracediff.recording import Patches
 
 _MODEL_GRADIENT: Final = nn_utils.value_and_grad
-_CLOSURE: Final = next(
-    code
-    for code in _MODEL_GRADIENT.__code__.co_consts
-    if isinstance(code, types.CodeType) and code.co_name == "wrapped_value_grad_fn"
-)
+_MADE_BY_IT: Final = [
+    code for code in _MODEL_GRADIENT.__code__.co_consts if isinstance(code, types.CodeType)
+]
 """Code of the functions that `nn.value_and_grad` returns."""
 
 
@@ -197,15 +195,25 @@ class GradientHooks:
         """
         wrap = self._wrap_model_gradient(_MODEL_GRADIENT)
         for found in gc.get_objects():
-            if type(found) is not types.FunctionType or found.__code__ is not _CLOSURE:
+            if type(found) is not types.FunctionType or found.__code__ not in _MADE_BY_IT:
                 continue
-            cells = dict(zip(_CLOSURE.co_freevars, found.__closure__ or (), strict=True))
-            plain = cells["value_grad_fn"].cell_contents
-            inner = next(o for o in gc.get_referents(plain) if type(o) is types.FunctionType)
-            inside = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
-            recorded = wrap(cells["model"].cell_contents, inside["fn"].cell_contents)
-            cells["value_grad_fn"].cell_contents = _without_parameters(recorded)
-            self._patches.on_undo(setattr, cells["value_grad_fn"], "cell_contents", plain)
+            outer = _cells(found)
+            if "value_grad_fn" not in outer:
+                continue
+            plain = outer["value_grad_fn"].cell_contents
+            for inner in gc.get_referents(plain):
+                inside = _cells(inner)
+                if {"model", "fn"} <= inside.keys():
+                    recorded = wrap(inside["model"].cell_contents, inside["fn"].cell_contents)
+                    outer["value_grad_fn"].cell_contents = _without_parameters(recorded)
+                    self._patches.on_undo(setattr, outer["value_grad_fn"], "cell_contents", plain)
+
+
+def _cells(function: Any) -> dict[str, types.CellType]:
+    """Cells of the variables that a function takes from around it."""
+    if not isinstance(function, types.FunctionType):
+        return {}
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 def _named_like(fun: Any, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final
@@ -28,6 +29,8 @@ _DISTRIBUTIONS: Final = (
     *("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda", "mlx-lm"),
     *("transformers", "tokenizers", "safetensors"),
 )
+
+_VARIABLES: Final = ("MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE")
 
 
 class Recorder(recording.Recorder):
@@ -56,9 +59,11 @@ class Recorder(recording.Recorder):
     def environment(self) -> Mapping[str, Any]:
         """Device, stream, and whether Metal or CUDA are there; no key depends on a run."""
         device = mx.default_device()
-        return {
+        variables = {f"env.{name}": os.environ[name] for name in _VARIABLES if name in os.environ}
+        return variables | {
             "mlx.default_device": device.type.name,
             "mlx.default_stream": str(mx.default_stream(device)),
+            "mlx.cuda_available": mx.cuda.is_available(),
             "mlx.metal_available": mx.metal.is_available(),
             "mlx.default_float_dtype": to_dtype_name(mx.array(1.0)),
             "mlx.default_int_dtype": to_dtype_name(mx.array(1)),

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tracediff.recorders.pytorch_state import State
-from tracediff.recorders.pytorch_tensors import scalar, to_numpy
+from tracediff.recorders.pytorch_tensors import out_of_sight, scalar, to_numpy
 from tracediff.recording import Patches
 
 _IMPLEMENTATION: Final = frozenset(
@@ -97,7 +97,8 @@ class OptimizerHooks:
                 square += float(np.square(np.abs(grad).astype(np.float64)).sum())
             hyper = hyper_parameters(optimizer, group, parameter)
             inputs.append(self._emit(path, "hyper", hyper, op=op))
-            before = parameter.detach().clone()
+            with out_of_sight():
+                before = parameter.detach().clone()
             self._pending.append(Updated(index, parameter, before, tuple(inputs)))
         self._trajectory("grad_norm", np.float64(np.sqrt(square)))
         for index, group in enumerate(optimizer.param_groups):
@@ -113,7 +114,9 @@ class OptimizerHooks:
             for name, value in _state_tensors(optimizer, parameter):
                 port = f"state.{name}"
                 inputs.append(self._emit(path, port, value, op=op, inputs=updated.inputs))
-            if (update := to_numpy(parameter.detach() - updated.before)) is not None:
+            with out_of_sight():
+                difference = parameter.detach() - updated.before
+            if (update := to_numpy(difference)) is not None:
                 inputs = [self._emit(path, "update", update, op=op, inputs=inputs)]
             if (after := to_numpy(parameter)) is not None:
                 self._emit(path, "param", after, op=op, inputs=inputs)

@@ -17,6 +17,7 @@ from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
 from tracediff.recorders.pytorch_optimizer import OptimizerHooks
 from tracediff.recorders.pytorch_rope import RopeHooks
 from tracediff.recorders.pytorch_state import State
+from tracediff.recorders.pytorch_tensors import out_of_sight
 from tracediff.recording import Recorder as BaseRecorder
 from tracediff.recording import Tape
 
@@ -78,7 +79,8 @@ class Recorder(BaseRecorder):
 
         def emit() -> None:
             for path, state in generator_states().items():
-                touched = not np.array_equal(state, before.get(path, _fresh_state(path)))
+                known = before[path] if path in before else _fresh_state(path)
+                touched = not np.array_equal(state, known)
                 self.tape.emit(
                     "rng", path, "state", state, kind="state", attributes={"touched": touched}
                 )
@@ -124,15 +126,17 @@ class Recorder(BaseRecorder):
 
 def generator_states() -> dict[str, np.ndarray[Any, Any]]:
     """States of the default generators as bytes, without making CUDA initialise itself."""
-    states = {"torch.cpu": torch.get_rng_state().numpy()}
     cuda: Any = torch.cuda
-    if cuda.is_initialized():
-        for device, state in enumerate(torch.cuda.get_rng_state_all()):
-            states[f"torch.cuda.{device}"] = state.numpy()
+    with out_of_sight():
+        states = {"torch.cpu": torch.get_rng_state().numpy()}
+        if cuda.is_initialized():
+            for device, state in enumerate(cuda.get_rng_state_all()):
+                states[f"torch.cuda.{device}"] = state.numpy()
     return states
 
 
 def _fresh_state(path: str) -> np.ndarray[Any, Any]:
     """State of a CUDA generator that was initialised after the recorder attached."""
     device = path.removeprefix("torch.").replace(".", ":")
-    return np.asarray(torch.Generator(device).get_state().numpy())
+    with out_of_sight():
+        return np.asarray(torch.Generator(device).get_state().numpy())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
@@ -57,13 +58,19 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
     Returns:
         An array of the tensor's shape; bfloat16 and float8 have their ml_dtypes type, complex32
         is widened to complex64. None where there are no values: meta and fake tensors, nested,
-        quantized and distributed ones, tensors inside a `torch.func` transform, storage that was freed.
+        quantized and distributed ones, those in a `torch.func` transform, freed storage.
     """
     if not has_values(tensor):
         return None
-    # A user's own modes (operation counters, selective checkpoints) must not see these operations.
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with out_of_sight():
         return _read(tensor.detach())
+
+
+@contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Hides operations from modes of the user: counters, selective checkpoints, default devices."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def _read(plain: torch.Tensor) -> NDArray[Any]:
@@ -89,7 +96,8 @@ def has_values(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_nested or tensor.is_quantized or torch.nn.parameter.is_lazy(tensor):
         return False
-    if is_traceable_wrapper_subclass(tensor):
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_jobs import (
     Recording,
     TwoLayers,
@@ -23,7 +23,6 @@ from mlx_jobs import (
     llama,
     next_token_loss,
     recorder_into,
-    recording,
     two_layers,
     weights,
 )
@@ -115,7 +114,7 @@ def test_a_method_replaced_by_the_script_stays_replaced(record: Callable[..., Re
     assert trace.sites("forward").count("0/forward/root#0:in") == 1  # super() is the same call
 
 
-# ---- values ---------------------------------------------------------------------------------------
+# ---- values -------------------------------------------------------------------------------------
 
 
 def test_values_and_gradients_are_those_of_the_mathematics(
@@ -309,136 +308,3 @@ def test_in_place_operations_afterwards_do_not_alter_what_was_recorded(
     trace = record(lambda: Model()(X[0]))
     assert not (trace["0/forward/layers.0#0:out"] == 8).any()
     np.testing.assert_array_equal(trace["0/forward/root#0:out"], np.full((2, 4), 8))
-
-
-# ---- steps, calls and roots ---------------------------------------------------------------------
-
-
-def test_gradient_accumulation_is_one_step_with_a_call_per_micro_batch(
-    record: Callable[..., Recording],
-) -> None:
-    model, optimizer = llama(), optim.SGD(0.5)
-    total: list[Any] = []
-
-    def job() -> None:
-        step, grads = nn.value_and_grad(model, next_token_loss), None
-        for inputs, targets in batches(3):
-            _, new = step(model, inputs, targets)
-            grads = new if grads is None else tree_map(mx.add, grads, new)
-        total.append(np.array(grads["model"]["norm"]["weight"]))
-        optimizer.update(model, grads)
-
-    trace = record(job)
-    path = "model.norm.weight"
-    parts = [trace[f"0/backward/{path}#{call}:grad"] for call in range(3)]
-    np.testing.assert_allclose(sum(parts), total[0], rtol=1e-5, atol=1e-7)
-    np.testing.assert_array_equal(trace[f"0/optimizer/{path}:grad"], total[0])
-    assert {e.site.step for e in trace.events} == {0}
-    for phase, name in [("forward", "root"), ("loss", "loss"), ("trajectory", "loss")]:
-        calls = [e.site.call for e in trace.of(phase) if e.site.path == name]
-        assert sorted(set(calls)) == [0, 1, 2]
-    ids = [e for e in trace.of("rendering") if e.site.path == "batch.inputs"]
-    assert [e.site.call for e in ids] == [0, 1, 2]
-    assert trace["0/backward/model.layers.0#2:grad_out"].shape == (2, 5, 16)
-
-
-def test_two_optimizers_and_two_roots_each_keep_their_names(
-    record: Callable[..., Recording],
-) -> None:
-    first, second = two_layers(), TwoLayers()
-    optimizers = optim.Adam(1e-2), optim.SGD(0.1, momentum=0.9)
-
-    def job() -> None:
-        for model, optimizer in zip((first, second), optimizers, strict=True):
-            _, grads = nn.value_and_grad(model, regression)(model, X[0], Y[0])
-            optimizer.update(model, grads)
-
-    trace = record(job)
-    assert {e.op for e in trace.of("optimizer", 0)} == {"Adam"}
-    assert {e.op for e in trace.of("optimizer", 1)} == {"SGD"}
-    assert "0/optimizer/layers.0.weight:state.exp_avg_sq" in trace.sites("optimizer")
-    assert "1/optimizer/root[1].layers.0.weight:state.momentum_buffer" in trace.sites("optimizer")
-    assert "1/forward/root[1].layers.1#0:out" in trace.sites("forward")
-    assert "1/backward/root[1].layers.1.bias#0:grad" in trace.sites("backward")
-    weight = trace["1/optimizer/root[1].layers.0.weight:param"]
-    np.testing.assert_array_equal(weight, np.array(second.layers[0].weight))
-
-
-def test_without_an_optimizer_each_call_of_a_model_is_a_step(
-    record: Callable[..., Recording],
-) -> None:
-    model = two_layers()
-    trace = record(lambda: [model(x) for x in X])
-    assert sorted({e.site.step for e in trace.of("forward")}) == [0, 1, 2, 3]
-    np.testing.assert_array_equal(trace["2/forward/root#0:in"], np.array(X[2]))
-    assert {e.site.step for e in trace.of("loading")} == {0}
-
-
-def test_evaluation_is_recorded_apart_and_as_in_and_out_only(
-    record: Callable[..., Recording],
-) -> None:
-    model, optimizer = llama(), optim.SGD(0.1)
-    (inputs, targets), *_ = batches(1)
-    losses = []
-
-    def job() -> None:
-        _, grads = nn.value_and_grad(model, next_token_loss)(model, inputs, targets)
-        optimizer.update(model, grads)
-        losses.append(next_token_loss(model, inputs, targets).item())
-
-    trace = record(job)
-    assert {e.site.path for e in trace.of("trajectory", 1)} == {"root", "eval.cross_entropy"}
-    assert trace["1/trajectory/eval.cross_entropy#0:out"] == losses[0]
-    assert trace.sites("rendering", 1) == ["1/rendering/eval_batch.inputs"]
-    assert not trace.of("forward", 1) + trace.of("loss", 1) + trace.of("rng", 1)
-
-
-def test_a_known_root_inside_a_new_one_and_a_submodule_called_directly(
-    record: Callable[..., Recording],
-) -> None:
-    model = llama()
-    ids = mx.array([[1, 2]])
-
-    def job() -> None:
-        model.model(ids)
-        model(ids)
-        model.model.norm(mx.ones((1, 2, 16)))
-        nn.Dropout()(X)
-
-    trace = record(job)
-    assert "0/forward/layers.0#0:out" in trace.sites("forward")
-    assert "1/forward/model.layers.0#0:out" in trace.sites("forward")
-    assert "1/forward/model.norm#1:out" in trace.sites("forward")
-    assert not any("root[" in str(e.site) for e in trace.events)
-
-
-def test_exception_inside_a_forward_leaves_the_tape_usable(
-    record: Callable[..., Recording],
-) -> None:
-    model = two_layers()
-
-    def job() -> None:
-        step = nn.value_and_grad(model, regression)
-        with pytest.raises(ValueError, match="shape"):
-            step(model, mx.zeros((2, 5)), Y[0])
-        step(model, X[0], Y[0])
-
-    trace = record(job)
-    good = "1/forward/layers.0#0:in"
-    assert {str(e.site) for e in trace.of("forward", 0)} == {
-        *("0/forward/root#0:in", "0/forward/layers.0#0:in")
-    }
-    (event,) = [e for e in trace.events if str(e.site) == good]
-    assert len(event.inputs) == 1  # the root's input of this call, nothing of the failed one
-    assert "1/backward/layers.0.weight#0:grad" in trace.sites("backward")
-
-
-def test_what_was_recorded_before_an_exception_can_be_read(tmp_path: Path) -> None:
-    model = two_layers()
-    with pytest.raises(ZeroDivisionError), recording(tmp_path / "t.zarr"):
-        model(X[0])
-        model(X[1])
-        raise ZeroDivisionError
-    trace = Recording(tmp_path / "t.zarr")
-    assert trace.trace.run.status == "failed"
-    np.testing.assert_array_equal(trace["0/forward/root#0:in"], np.array(X[0]))

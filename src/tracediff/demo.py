@@ -94,9 +94,13 @@ class _Acts:
         script = self._folder / "train_mlx_faulty.py"
         source = (EXAMPLE / "train_mlx.py").read_text(encoding="utf-8")
         if _TEMPLATE_CALL not in source:
-            raise UsageError(f"{EXAMPLE / 'train_mlx.py'} was changed: the fault has no place in it")
+            raise UsageError(
+                f"{EXAMPLE / 'train_mlx.py'} was changed: the fault has no place in it"
+            )
         faulty = source.replace(_TEMPLATE_CALL, _TEMPLATE_CALL + _FAULT)
-        faulty = faulty.replace("HERE = Path(__file__).resolve().parent", f"HERE = Path({str(EXAMPLE)!r})")
+        faulty = faulty.replace(
+            "HERE = Path(__file__).resolve().parent", f"HERE = Path({str(EXAMPLE)!r})"
+        )
         script.write_text(faulty, encoding="utf-8")
         verdict = self._compare("mlx-faulty.zarr", str(script), self._mended, 1)
         first = verdict.first
@@ -140,9 +144,7 @@ def _check_installed() -> None:
 
 def _python(arguments: Sequence[str]) -> None:
     """Runs this Python; its output is shown only if it fails."""
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise ScriptError(f"{' '.join(arguments[:3])} failed: {' '.join(last)}")

@@ -19,10 +19,11 @@ SAMPLE: Final = re.compile(r"^sample\[(\d+)\]\.(.+)$")
 def map_samples(baseline: Sequence[Event], target: Sequence[Event]) -> dict[int, int]:
     """Target's sample index -> baseline's, for the samples rendered in one step.
 
-    Samples with equal content are paired in order; those left between two such pairs are paired
-    by position, since an edited sample stays at its place.
+    A sample is known by the earliest of its steps that was recorded: messages before template
+    text before IDs, so that a sample whose text was changed is still the same sample. Those with
+    no equal are paired by position between two that have one: an edited sample stays at its place.
     """
-    a, b = _contents(baseline), _contents(target)
+    a, b = _identities(baseline), _identities(target)
     indices_a, indices_b = list(a), list(b)
     matcher = SequenceMatcher(None, list(a.values()), list(b.values()), autojunk=False)
     mapping: dict[int, int] = {}
@@ -33,11 +34,11 @@ def map_samples(baseline: Sequence[Event], target: Sequence[Event]) -> dict[int,
     return mapping
 
 
-def _contents(events: Sequence[Event]) -> dict[int, tuple[tuple[str, bytes], ...]]:
-    """Sample index -> digests of its steps (text, IDs ...), in order of rendering."""
-    samples: dict[int, list[tuple[str, bytes]]] = {}
+def _identities(events: Sequence[Event]) -> dict[int, tuple[str, bytes]]:
+    """Sample index -> its first recorded step and that step's digest, in order of rendering."""
+    samples: dict[int, tuple[str, bytes]] = {}
     for event in events:
         match = SAMPLE.match(event.site.path)
-        if match and match[2] in ("text", "ids"):
-            samples.setdefault(int(match[1]), []).append((match[2], event.digest))
-    return {index: tuple(steps) for index, steps in samples.items()}
+        if match:
+            samples.setdefault(int(match[1]), (match[2], event.digest))
+    return samples

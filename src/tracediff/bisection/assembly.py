@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -253,10 +254,11 @@ class Assembly:
         return neighbours(step.stage(site.phase), first)
 
     def _next_command(self, found: Divergence) -> str:
-        baseline, target = (trace.path for trace in self._traces)
-        if found.stage in ("rendering", "loading", "rng", "optimizer", "trajectory"):
-            return f"tracediff diff {baseline} {target} --stage {found.stage} --step {found.step}"
-        return f"tracediff show {target} '{found.target_site or found.site}'"
+        baseline, target = (str(trace.path) for trace in self._traces)
+        if found.stage in ("forward", "loss", "backward"):
+            return shlex.join(["tracediff", "show", target, found.target_site or found.site])
+        options = ["--stage", found.stage, "--step", str(found.step)]
+        return shlex.join(["tracediff", "diff", baseline, target, *options])
 
     def _trajectory(self) -> tuple[tuple[int, str, float, float], ...]:
         rows = []

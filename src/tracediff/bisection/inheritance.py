@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from tracediff.events import ROOT, STAGE_RANK, Event, Pair
 from tracediff.verdict import Bound, ErrorFigures
+
+PARAM_SHARE: Final = 1 / 8
+"""A value is linear in the parameters: their error is passed on, not amplified as an input's is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,9 @@ class Level:
     def tainted(self) -> bool:
         """Whether more than rounding is passed on."""
         return self.actual > self.carry
+
+    def share(self, part: float) -> Level:
+        return Level(part * self.carry, part * self.actual)
 
     def __or__(self, other: Level) -> Level:
         return Level(max(self.carry, other.carry), max(self.actual, other.actual))
@@ -73,7 +80,7 @@ class Ledger:
         self._events = tuple({event.order: event for event in side} for side in events)
         self._state = state
         self._of_order: tuple[dict[int, Level], dict[int, Level]] = ({}, {})
-        self._memo: dict[tuple[int, int], Level] = {}
+        self._memo: tuple[dict[int, Level], dict[int, Level]] = ({}, {})
         self._by_site: dict[tuple[str, str, str], Judged] = {}
         self._stage: dict[str, Level] = {}
 
@@ -86,22 +93,31 @@ class Ledger:
         for side, event in enumerate((pair.baseline, pair.target)):
             level |= _worst(self._level(side, order) for order in event.inputs)
             if event.site.phase in ("forward", "trajectory") and event.site.port.startswith("out"):
-                level |= self._state.below(side, event.site.path)
+                level |= self._state.below(side, event.site.path).share(PARAM_SHARE)
         return level
 
     def _level(self, side: int, order: int) -> Level:
-        """How far an earlier event is apart; through unmatched ones to what they came from."""
-        if order in self._of_order[side]:
-            return self._of_order[side][order]
-        key = (side, order)
-        if key not in self._memo:
-            self._memo[key] = Level()  # a cycle, in a hostile trace, ends here
-            event = self._events[side].get(order)
-            if event is not None:
-                self._memo[key] = _worst(
-                    self._level(side, earlier) for earlier in event.inputs if earlier < order
-                ) | self._state.below(side, event.site.path)
-        return self._memo[key]
+        """How far an earlier event is apart; through unmatched ones to what they came from.
+
+        Inputs come before what is computed from them, so a walk along ever smaller orders ends,
+        also in a trace that was tampered with.
+        """
+        waiting = [order]
+        known, memo = self._of_order[side], self._memo[side]
+        while waiting:
+            current = waiting[-1]
+            event = self._events[side].get(current)
+            inputs = [i for i in event.inputs if i < current] if event else []
+            unknown = [i for i in inputs if i not in known and i not in memo]
+            if unknown and current not in known:
+                waiting += unknown
+                continue
+            waiting.pop()
+            if current not in known and current not in memo:
+                below = self._state.below(side, event.site.path) if event else Level()
+                below = below.share(PARAM_SHARE)
+                memo[current] = _worst(known.get(i) or memo[i] for i in inputs) | below
+        return known.get(order) or memo[order]
 
     def _stage_level(self, event: Event) -> Level:
         """What is inherited where the recorder knows no data flow: from the stage before."""
@@ -126,8 +142,15 @@ class Ledger:
                     | (self._stage.get("backward", Level()) if port == "out" else Level())
                     | self._clipped(port)
                 )
-        if stage == "trajectory":
-            return _worst(self._stage.values()) | _worst(self._state.params[0].values())
+        if stage == "trajectory" and site.path == "loss":
+            return self._stage.get("loss", Level())
+        if stage == "trajectory" and site.path == "grad_norm":
+            return self._stage.get("backward", Level()) | self._level_at(
+                "optimizer", "clip_grad_norm", "out"
+            )
+        if stage == "trajectory":  # evaluations, on the weights as they are
+            before = self._stage.get("rendering", Level())
+            return before | _worst(self._state.params[0].values()).share(PARAM_SHARE)
         return Level()
 
     def _clipped(self, port: str) -> Level:

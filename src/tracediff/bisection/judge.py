@@ -60,7 +60,7 @@ class StepJudge:
             for pair in alignment.pairs
             if (pair.baseline.site.phase, pair.baseline.site.port) == ("optimizer", "param")
         }
-        self.padding = Padding(*self._masks(events))
+        self.padding = self._padding_of(events)
 
     def run(self) -> list[Judged]:
         """Judges every pair of the step.
@@ -260,20 +260,27 @@ class StepJudge:
     def _values(self, pair: Pair) -> tuple[NDArray[Any], NDArray[Any]] | None:
         return read_pair(self._traces, pair)
 
+    def _padding_of(self, events: tuple[Sequence[Event], Sequence[Event]]) -> Padding:
+        calls = Counter(
+            event.site.path
+            for event in events[0]
+            if event.site.phase == "forward" and event.site.port == "out"
+        )
+        return Padding(
+            self._masks(events, "batch.attention_mask"),
+            self._masks(events, "eval_batch.attention_mask"),
+            calls,
+        )
+
     def _masks(
-        self, events: tuple[Sequence[Event], Sequence[Event]]
-    ) -> tuple[list[NDArray[Any]], Mapping[str, int]]:
-        """The attention masks of the step's batches, from whichever side shows them."""
+        self, events: tuple[Sequence[Event], Sequence[Event]], path: str
+    ) -> list[NDArray[Any]]:
+        """The attention masks of a step's batches, from whichever side shows them."""
         for trace, side in zip(self._traces, events, strict=True):
-            masks = [e for e in side if e.site.path == "batch.attention_mask" and len(e.shape) == 2]
+            masks = [e for e in side if e.site.path == path and len(e.shape) == 2]
             if masks and all(event.payload for event in masks):
-                calls = Counter(
-                    e.site.path
-                    for e in events[0]
-                    if e.site.phase == "forward" and e.site.port == "out"
-                )
-                return [trace.array(event) for event in masks], calls
-        return [], {}
+                return [trace.array(event) for event in masks]
+        return []
 
 
 def read_pair(traces: tuple[Trace, Trace], pair: Pair) -> tuple[NDArray[Any], NDArray[Any]] | None:

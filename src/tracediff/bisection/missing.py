@@ -43,19 +43,18 @@ def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
 
 
 def groups(alignments: Iterable[Alignment]) -> tuple[Unmatched, ...]:
-    """All unmatched events, counted by side, reason and name without layer numbers."""
-    counts: dict[tuple[str, str, str], list[Event]] = defaultdict(list)
+    """All unmatched events, counted by side, stage and reason, with one of them as an example."""
+    found: dict[tuple[str, str, str], list[Event]] = defaultdict(list)
     for alignment in alignments:
         for side, events in (
             ("baseline", alignment.baseline_only),
             ("target", alignment.target_only),
         ):
             for event, reason in events:
-                like = f"{event.site.phase}/{_NUMBER.sub('*', event.site.path)}:{event.site.port}"
-                counts[side, like, reason].append(event)
+                found[side, event.site.phase, reason].append(event)
     rows = [
-        Unmatched(side=side, example=like, count=len(events), reason=reason)
-        for (side, like, reason), events in counts.items()
+        Unmatched(side=side, example=str(events[0].site), count=len(events), reason=reason)
+        for (side, _, reason), events in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.side, -row.count)))
 

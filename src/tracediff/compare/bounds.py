@@ -19,7 +19,13 @@ from tracediff.compare.figures import unit_roundoff
 from tracediff.events import Event
 from tracediff.verdict import Bound
 
-GAIN: Final = {"forward": 16.0, "loss": 64.0, "backward": 64.0, "optimizer": 16.0}
+GAIN: Final = {
+    "forward": 16.0,
+    "loss": 64.0,
+    "backward": 64.0,
+    "optimizer": 16.0,
+    "trajectory": 16.0,
+}
 DEFAULT_GAIN: Final = 64.0
 
 ELEMENT_HEADROOM: Final = 64.0

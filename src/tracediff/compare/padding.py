@@ -20,14 +20,21 @@ Mask = NDArray[np.bool_]
 class Padding:
     """The padding masks of one step's batches, looked up by the shape of a tensor."""
 
-    def __init__(self, masks: Sequence[NDArray[Any]], calls: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        masks: Sequence[NDArray[Any]],
+        eval_masks: Sequence[NDArray[Any]] = (),
+        calls: Mapping[str, int] | None = None,
+    ) -> None:
         """
         Args:
             masks: One array (batch, sequence) per model call, non-zero where a token counts.
+            eval_masks: The same for the evaluations, whose values are of stage `trajectory`.
             calls: Calls per path in the step, which relate `#call` to the model call.
         """
         self._masks = [np.asarray(mask).astype(bool) for mask in masks]
-        self._calls = calls
+        self._eval_masks = [np.asarray(mask).astype(bool) for mask in eval_masks]
+        self._calls = calls or {}
 
     def counts(self, event: Event, shape: tuple[int, ...]) -> Mask | None:
         """Boolean mask broadcastable to `shape`, or None where every element counts."""
@@ -44,8 +51,10 @@ class Padding:
         return None
 
     def _mask_of(self, event: Event) -> Mask | None:
-        if not self._masks:
+        site = event.site
+        evaluation = site.phase == "trajectory" or site.path.startswith("eval_batch.")
+        masks = self._eval_masks if evaluation else self._masks
+        if not masks:
             return None
-        per_batch = max(1, self._calls.get(event.site.path, 1) // len(self._masks))
-        index = event.site.call // per_batch
-        return self._masks[min(index, len(self._masks) - 1)]
+        per_batch = 1 if evaluation else max(1, self._calls.get(site.path, 1) // len(masks))
+        return masks[min(site.call // per_batch, len(masks) - 1)]
