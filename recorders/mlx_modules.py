@@ -141,7 +141,7 @@ class ModuleHooks:
             tape.exit(frame)
         if not state.open:
             state.offer(frame.outs)
-        return self._tapped(frame, output)
+        return self._tapped(frame, output, ports)
 
     def _evaluate(self, call: Call, path: str, ports: Ports) -> Any:
         """Records a call without gradients as one value in and one out, in the trajectory."""
@@ -187,11 +187,19 @@ class ModuleHooks:
 
     # ---- gradients -------------------------------------------------------------------------
 
-    def _tapped(self, frame: Frame, output: Any) -> Any:
-        """The same output, whose gradients are recorded when MLX computes them."""
+    def _tapped(self, frame: Frame, output: Any, inputs: Ports) -> Any:
+        """The same output, whose gradients are recorded when MLX computes them.
+
+        An array handed through (dropout that is off) is no value of this call: not tapped.
+        """
         if self._state.gradient is None:
             return output
-        ports = {id(array): port for port, array in output_ports(output).arrays}
+        given = {id(array) for _, array in inputs.arrays}
+        ports = {
+            id(array): port
+            for port, array in output_ports(output).arrays
+            if id(array) not in given
+        }
 
         def tap(array: mx.array) -> mx.array:
             # Without values (inside `mx.vmap`) there is nothing to record.
@@ -277,7 +285,7 @@ class ModuleHooks:
             output = call.run()
         finally:
             self._state.open.pop()
-        return output if frame is None else self._tapped(frame, output)
+        return output if frame is None else self._tapped(frame, output, call.inputs())
 
 
 class Repeated:

@@ -138,12 +138,16 @@ class ModuleHooks:
         with self.frame(path, type(call.module).__name__) as (frame, is_new):
             if is_new:
                 self._emit(self._state.tape.emit_in, frame, ports)
+            given = {id(tensor): tensor._version for _, tensor in ports.tensors}
             output = call.run()
             ports = output_ports(output)
             if is_new:
                 self._emit(self._state.tape.emit_out, frame, ports)
             for port, tensor in ports.tensors if frame else ():
-                self.hook(frame, port, tensor, hidden_dims(tensor, self._batch))
+                # A tensor handed through (nn.Identity) has the gradient of all its users, which
+                # is not that of this output; one changed in place is the module's own.
+                if given.get(id(tensor)) != tensor._version:
+                    self.hook(frame, port, tensor, hidden_dims(tensor, self._batch))
         return output
 
     def _evaluate(self, call: Call, path: str, ports: Ports) -> Any:

@@ -13,6 +13,8 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import SequenceMatcher
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +24,8 @@ from tracediff.recording import Patches, Tape
 from tracediff.trace.summary import digest_value
 
 _ENCODERS: Final = ("__call__", "encode", "batch_encode_plus", "encode_plus")
+_CANDIDATES: Final = 8
+_SAME_SAMPLE: Final = 0.9
 _PLAIN: Final = (bool, int, float, str, type(None))
 _TEMPLATE_SETTINGS: Final = ("add_generation_prompt", "continue_final_message")
 _ENCODE_SETTINGS: Final = ("add_special_tokens", "padding", "truncation", "max_length")
@@ -40,9 +44,11 @@ _SETTINGS: Final = (
 class RenderingHooks:
     """Wraps the tokenizer methods of transformers, in the base class and where it is overridden.
 
-    Samples are counted over the calls of the run. A template call and the tokenizer call on
-    exactly the text that it returned are one sample; so are both halves of
-    `apply_chat_template(tokenize=True)`. Only the outermost call is recorded.
+    A sample is a chain of steps: `messages`, `template` (the text that the template made), `text`
+    (what was given to the tokenizer) and `ids`. Samples are counted over the calls of the run. A
+    template call and the tokenizer call on its text are one sample, also where the script changed
+    the text in between; so are both halves of `apply_chat_template(tokenize=True)`. Only the
+    outermost call is recorded.
     """
 
     def __init__(self, tape: Tape, patches: Patches) -> None:
@@ -108,11 +114,13 @@ class RenderingHooks:
         for messages, rendered in zip(conversations, texts, strict=False):
             self._record_messages(messages, rendered, given)
         if given.get("tokenize", True):
-            for index, ids in enumerate(_rows(result, len(texts))):
-                self._emit_ids(first + index, ids, {})
+            rows = _rows(result, len(texts))
+            for index, (rendered, ids) in enumerate(zip(texts, rows, strict=False), first):
+                self._emit_text(index, "text", rendered, {})
+                self._emit_ids(index, ids, {})
         else:
-            for index, rendered in enumerate(texts):
-                self._rendered[rendered].append(first + index)
+            for index, rendered in enumerate(texts, first):
+                self._rendered[rendered].append(index)
 
     def _record_messages(self, messages: Any, text: str, given: Mapping[str, Any]) -> None:
         index, self._samples = self._samples, self._samples + 1
@@ -120,8 +128,7 @@ class RenderingHooks:
         self._tape.emit("rendering", f"sample[{index}].messages", "out", canonical, kind="text")
         attributes = {name: given[name] for name in _TEMPLATE_SETTINGS if name in given}
         attributes |= {k: v for k, v in given.get("kwargs", {}).items() if isinstance(v, _PLAIN)}
-        attributes["messages"] = canonical
-        self._emit_text(index, text, attributes)
+        self._emit_text(index, "template", text, attributes)
 
     # ---- tokenizing ------------------------------------------------------------------------
 
@@ -161,22 +168,35 @@ class RenderingHooks:
 
     def _sample_of(self, text: str) -> int:
         """The sample that a template made of this text, or else a new one."""
-        waiting = self._rendered.get(text)
-        if waiting:
+        made = text if text in self._rendered else self._changed_into(text)
+        if made is None:
+            index, self._samples = self._samples, self._samples + 1
+        else:
+            waiting = self._rendered[made]
             index = waiting.popleft()
             if not waiting:
-                del self._rendered[text]
-            return index
-        index, self._samples = self._samples, self._samples + 1
-        self._emit_text(index, text, {})
+                del self._rendered[made]
+        self._emit_text(index, "text", text, {})
         return index
+
+    def _changed_into(self, text: str) -> str | None:
+        """The template's text that the script seems to have changed into this one.
+
+        Only the texts that wait longest and shortest are looked at: scripts tokenize a text right
+        after making it, or all of them in the order in which they were made.
+        """
+        waiting = list(islice(self._rendered, _CANDIDATES))
+        waiting += islice(reversed(self._rendered), _CANDIDATES)
+        best = max(waiting, key=lambda made: _likeness(made, text), default=None)
+        return best if best is not None and _likeness(best, text) >= _SAME_SAMPLE else None
 
     # ---- events ----------------------------------------------------------------------------
 
-    def _emit_text(self, index: int, text: str, attributes: Mapping[str, Any]) -> None:
-        self._tape.emit(
-            "rendering", f"sample[{index}].text", "out", text, kind="text", attributes=attributes
-        )
+    def _emit_text(
+        self, index: int, step: str, text: str, attributes: Mapping[str, Any]
+    ) -> None:
+        path = f"sample[{index}].{step}"
+        self._tape.emit("rendering", path, "out", text, kind="text", attributes=attributes)
 
     def _emit_ids(self, index: int, ids: Any, attributes: Mapping[str, Any]) -> None:
         array = np.asarray(ids, dtype=np.int64).reshape(-1)
@@ -219,6 +239,11 @@ def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
 
 
 # ---- shapes of arguments and results ------------------------------------------------------------
+
+
+def _likeness(made: str, text: str) -> float:
+    """Share of the characters that two texts have in common, wherever they stand."""
+    return SequenceMatcher(None, made, text, autojunk=False).quick_ratio()
 
 
 def _with_subclasses(cls: Any) -> list[Any]:

@@ -85,12 +85,13 @@ def test_template_and_the_tokenizer_call_on_its_text_are_one_sample(
     found = values(events, tmp_path)
     assert list(found) == [
         "sample[0].messages",
-        "sample[0].text",
+        "sample[0].template",
         "sample[1].text",
         "sample[1].ids",
+        "sample[0].text",
         "sample[0].ids",
     ]
-    assert found["sample[0].text"] == TEXT
+    assert found["sample[0].template"] == found["sample[0].text"] == TEXT
     assert "µg" in found["sample[0].messages"]
     assert json.loads(found["sample[0].messages"]) == MESSAGES
     assert found["sample[0].ids"] == [3, 5, 6, 7, 4, 8]
@@ -99,10 +100,25 @@ def test_template_and_the_tokenizer_call_on_its_text_are_one_sample(
     assert by_path["sample[0].ids"].kind == "ids"
     assert by_path["sample[0].ids"].dtype == "int64"
     assert by_path["sample[0].ids"].attributes["add_special_tokens"] is False
-    text = by_path["sample[0].text"]
+    text = by_path["sample[0].template"]
     assert text.kind == "text"
     assert text.attributes["add_generation_prompt"] is False
-    assert json.loads(text.attributes["messages"]) == MESSAGES
+
+
+def test_a_text_that_the_script_changed_is_still_its_sample(
+    tokenizer: Any, rendered: Callable[[Job], list[Event]], tmp_path: Path
+) -> None:
+    def job() -> None:
+        text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+        prompt = tokenizer.apply_chat_template(MESSAGES[:1], tokenize=False)
+        tokenizer(text.replace("\n", ""))
+        tokenizer(prompt)
+
+    found = values(rendered(job), tmp_path)
+    assert found["sample[0].template"] == TEXT
+    assert found["sample[0].text"] == TEXT.replace("\n", "")
+    assert found["sample[1].template"] == found["sample[1].text"]
+    assert not any(path.startswith("sample[2]") for path in found)
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
@@ -127,7 +143,7 @@ def test_template_that_tokenizes_gives_messages_text_and_ids(
         )
 
     found = values(rendered(job), tmp_path)
-    assert list(found) == ["sample[0].messages", "sample[0].text", "sample[0].ids"]
+    assert list(found) == [f"sample[0].{step}" for step in ("messages", "template", "text", "ids")]
     assert found["sample[0].text"] == TEXT + "<assistant>"
     ids = results[0]["input_ids"] if return_dict else results[0]
     assert found["sample[0].ids"] == np.asarray(ids).reshape(-1).tolist()
