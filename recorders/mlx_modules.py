@@ -196,9 +196,7 @@ class ModuleHooks:
             return output
         given = {id(array) for _, array in inputs.arrays}
         ports = {
-            id(array): port
-            for port, array in output_ports(output).arrays
-            if id(array) not in given
+            id(array): port for port, array in output_ports(output).arrays if id(array) not in given
         }
 
         def tap(array: mx.array) -> mx.array:

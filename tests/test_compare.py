@@ -157,10 +157,10 @@ def test_updates_that_flip_with_a_rounded_gradient_are_explained_by_their_states
     after = tuple((param + u).astype(np.float32) for u in predicted)
     updates = tuple((a - param).astype(np.float32) for a in after)
     assert np.linalg.norm(updates[0] - updates[1]) > 0.01 * np.linalg.norm(updates[0])
-    unexplained, allowed = residual(updates, predicted, after, 2.0**-24)
+    unexplained, allowed = residual(updates, predicted, after, HYPER, 2.0**-24)
     assert unexplained <= allowed
     wrong = (updates[0], updates[1] * np.float32(1.01))
-    unexplained, allowed = residual(wrong, predicted, after, 2.0**-24)
+    unexplained, allowed = residual(wrong, predicted, after, HYPER, 2.0**-24)
     assert unexplained > allowed
 
 

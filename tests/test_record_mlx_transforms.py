@@ -69,6 +69,7 @@ def test_compiled_training_step_is_seen_inside_and_noted(record: Callable[..., R
     for step in range(3):
         assert trace[f"{step}/loss/loss#0:out"] == values[step]
         assert f"{step}/backward/layers.0#0:grad_out" in trace.sites("backward")
+        assert f"{step}/backward/dropout#0:grad_out" in trace.sites("backward")
         assert f"{step}/optimizer/layers.1.bias:param" in trace.sites("optimizer")
     (note,) = trace.notes
     assert note.startswith("step is compiled by mx.compile and ran uncompiled")

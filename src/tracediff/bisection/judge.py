@@ -239,7 +239,7 @@ class StepJudge:
             for side in (0, 1)
         )
         roundoff = unit_roundoff(pair.baseline.dtype)
-        return optimizers.residual(values, predicted, after, roundoff)  # type: ignore[arg-type]
+        return optimizers.residual(values, predicted, after, hyper, roundoff)  # type: ignore[arg-type]
 
     def _bound_param(self, pair: Pair) -> Bound:
         """A parameter after its update: apart by what it was before plus what the update adds."""

@@ -50,20 +50,25 @@ def residual(
     updates: tuple[NDArray[Any], NDArray[Any]],
     predicted: tuple[Floats, Floats],
     params_after: tuple[NDArray[Any], NDArray[Any]],
+    hyper: Mapping[str, Any],
     roundoff: float,
 ) -> tuple[float, float]:
     """Difference of two updates that their states do not explain, and its bound.
 
     Returns:
         Both relative to the norm of the baseline's update: the norm of the unexplained part, and
-        what rounding allows, since an update read off as `after - before` is known to one rounding
-        of the parameter on each side.
+        what rounding allows. An update read off as `after - before` is known to one rounding of
+        the parameter on each side, and a stack that computes `1 - beta**step` in the parameter's
+        dtype loses to cancellation what that difference is smaller than 1.
     """
     observed = updates[0].astype(np.float64) - updates[1].astype(np.float64)
     unexplained = observed - (predicted[0] - predicted[1])
     scale = float(np.linalg.norm(updates[0].astype(np.float64))) or 1.0
     param_norm = max(float(np.linalg.norm(p.astype(np.float64))) for p in params_after)
     allowed = roundoff * (4 * param_norm / scale + 64)
+    if hyper.get("bias_correction", True):
+        step = float(hyper.get("step", 1) or 1)
+        allowed += sum(roundoff / (1 - float(hyper[name]) ** step) for name in ("beta1", "beta2"))
     return float(np.linalg.norm(unexplained)) / scale, allowed
 
 
