@@ -192,9 +192,7 @@ class RenderingHooks:
 
     # ---- events ----------------------------------------------------------------------------
 
-    def _emit_text(
-        self, index: int, step: str, text: str, attributes: Mapping[str, Any]
-    ) -> None:
+    def _emit_text(self, index: int, step: str, text: str, attributes: Mapping[str, Any]) -> None:
         path = f"sample[{index}].{step}"
         self._tape.emit("rendering", path, "out", text, kind="text", attributes=attributes)
 

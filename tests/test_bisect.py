@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import toy
+
 from tracediff.bisection import bisect, diff
 from tracediff.errors import NotATraceError, UsageError
 
@@ -111,7 +111,11 @@ def test_a_dropped_newline_is_rendering_and_not_arithmetic(baseline: Path, tmp_p
     target = toy.record(tmp_path / "t.zarr", text="<|user|>\nHow much?\n<|assistant|>")
     first = bisect(baseline, target).first
     assert first is not None
-    assert (first.site, first.kind, first.pattern) == ("0/rendering/sample[0].text", "text", "newline")
+    assert (first.site, first.kind, first.pattern) == (
+        "0/rendering/sample[0].text",
+        "text",
+        "newline",
+    )
 
 
 def test_missing_bias_correction_is_named_as_the_setting(baseline: Path, tmp_path: Path) -> None:

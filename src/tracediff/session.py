@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from tracediff.errors import ScriptError, StackError, TracediffError, UsageError
+from tracediff.errors import ScriptError, TracediffError, UsageError
 from tracediff.events import Run
 from tracediff.recording import Policy, Recorder, Tape, attached
-from tracediff.stacks import guess, load_recorder
+from tracediff.stacks import guess, imported, load_recorder
 from tracediff.trace import TraceWriter
 from tracediff.trace.summary import digest_value
 
@@ -40,7 +40,7 @@ _ENVIRONMENT_VARIABLES: Final = (
 def record(
     output: str | Path,
     *,
-    stack: str,
+    stack: str | None = None,
     level: str = "module",
     steps: str | None = None,
     sketch_every: int = 100,
@@ -52,7 +52,8 @@ def record(
 
     Args:
         output: Where the trace is written; must not exist unless `overwrite`.
-        stack: `pytorch`, `mlx`, or the name of an installed third-party stack.
+        stack: `pytorch`, `mlx`, or the name of an installed third-party stack; by default the
+            one whose framework this process has imported.
         level: `digest` or `module`.
         steps: Steps whose payloads are kept, such as `0:3,100`; all by default.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
@@ -63,6 +64,7 @@ def record(
         TraceExistsError: `output` holds something.
     """
     policy = Policy(level=level, steps=parse_steps(steps), sketch_every=sketch_every)
+    stack = stack or imported()
     recorder_class = load_recorder(stack)
     run = Run(
         stack=stack,
@@ -224,7 +226,7 @@ def _watch_generators(tape: Tape) -> None:
     """Records the states of Python's and NumPy's global generators at the start of each step."""
 
     def states() -> dict[str, np.ndarray[Any, Any]]:
-        numpy_state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
+        numpy_state = np.random.get_state(legacy=False)["state"]
         return {
             "python": np.array(random.getstate()[1], dtype=np.uint32),
             "numpy": np.append(numpy_state["key"], np.uint32(numpy_state["pos"])),
@@ -258,6 +260,3 @@ def _recorded_warnings(tape: Tape) -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = show
-
-
-__all__ = ["StackError", "parse_steps", "record", "record_script"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -96,6 +97,19 @@ def guess(script: Path) -> str:
         return found[0]
     seen = f"imports {' and '.join(found)}" if found else "imports no framework that is known"
     raise StackError(f"{script} {seen}: say which with --stack {'|'.join(names())}")
+
+
+def imported() -> str:
+    """The one stack whose framework this process has imported.
+
+    Raises:
+        StackError: None or several are imported; the message says how to choose.
+    """
+    found = [name for name, module in FRAMEWORKS.items() if module in sys.modules]
+    if len(found) == 1:
+        return found[0]
+    seen = f"{' and '.join(found)} are imported" if found else "no framework is imported yet"
+    raise StackError(f"{seen}: say which to record with stack=, one of {', '.join(names())}")
 
 
 def _describe(name: str, recorders: set[str], replayers: set[str]) -> StackInfo:

@@ -148,10 +148,12 @@ class Assembly:
             )
             return "incomparable", reason, None
         differing = [j for j in counted if j.mark != "identical"]
-        alone = self._stacks[0] == self._stacks[1] and not any(
-            step.alignment.baseline_only or step.alignment.target_only for step in self._steps
+        whole = self._stacks[0] == self._stacks[1] and not any(
+            missing.counted(side)
+            for step in self._steps
+            for side in (step.alignment.baseline_only, step.alignment.target_only)
         )
-        if not differing and alone:
+        if not differing and whole:
             return "identical", f"all {len(counted)} events compared are bit-equal", None
         worst = max((j.error.rel_l2 for j in differing), default=0.0)
         reason = (
@@ -193,8 +195,8 @@ class Assembly:
         only = [0, 0]
         for step in self._steps:
             matched += sum(j.event.site.phase not in ("environment", "rng") for j in step.judged)
-            only[0] += missing.uncounted(step.alignment.baseline_only)
-            only[1] += missing.uncounted(step.alignment.target_only)
+            only[0] += missing.counted(step.alignment.baseline_only)
+            only[1] += missing.counted(step.alignment.target_only)
         return matched / (matched + min(only)) if matched else 0.0
 
     def _stage(self, name: str, outcome: str) -> StageResult:

@@ -163,8 +163,9 @@ def _comparable(alignment: Alignment, stacks: tuple[str, str]) -> Alignment:
 
 def _incomparable(pair: Pair, stacks: tuple[str, str]) -> str | None:
     """Why a pair says nothing, or None. Ambiguous pairs are never forced by reshaping."""
-    untouched = [e.attributes.get("touched") is False for e in (pair.baseline, pair.target)]
-    if pair.baseline.site.phase == "rng" and all(untouched):
+    a, b = pair.baseline, pair.target
+    untouched = a.attributes.get("touched") is b.attributes.get("touched") is False
+    if a.site.phase == "rng" and untouched and a.digest != b.digest:
         return "neither seeded nor drawn from"
     if stacks[0] != stacks[1] and _laid_out_differently(pair):
         return "ambiguous: laid out differently by the two stacks"

@@ -87,6 +87,6 @@ def _divergence(event: Event, kind: str, reason: str) -> Divergence:
     )
 
 
-def uncounted(events: Sequence[tuple[Event, str]]) -> int:
+def counted(events: Sequence[tuple[Event, str]]) -> int:
     """How many unmatched events count against coverage: settings of one side do not."""
     return sum(event.site.phase not in ("environment", "rng") for event, _ in events)

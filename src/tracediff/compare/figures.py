@@ -137,8 +137,7 @@ def unit_roundoff(dtype: str) -> float:
     resolved = np.dtype(getattr(ml_dtypes, dtype, dtype))
     if resolved.kind == "c":
         resolved = np.dtype(f"f{resolved.itemsize // 2}")
-    eps: float = ml_dtypes.finfo(resolved).eps  # type: ignore[no-untyped-call]
-    return float(eps) / 2
+    return float(ml_dtypes.finfo(resolved).eps) / 2  # type: ignore[no-untyped-call]
 
 
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
