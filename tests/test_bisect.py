@@ -1,4 +1,4 @@
-"""Bisection: planted faults are named exactly, clean twins are silent, claims match the evidence."""
+"""Bisection: planted faults are named exactly, clean twins are silent, claims match evidence."""
 
 from __future__ import annotations
 

@@ -118,11 +118,9 @@ class _Acts:
     def _record(self, trace: Path, script: str, model: Path, steps: int) -> None:
         path = script if Path(script).is_absolute() else str(EXAMPLE / script)
         self._say(f"tracediff record -o {trace.name} -- {Path(path).name} --steps {steps}")
-        _python(
-            ["-m", "tracediff", "record", "--overwrite", "-o", str(trace), "--", path]
-            + ["--model", str(model), "--steps", str(steps)]
-            + ["--out", str(trace.with_suffix(".json"))]
-        )
+        command = ["-m", "tracediff", "record", "--overwrite", "-o", str(trace), "--", path]
+        command += ["--model", str(model), "--steps", str(steps)]
+        _python([*command, "--out", str(trace.with_suffix(".json"))])
 
     def _act(self, title: str) -> None:
         self._console.print(Rule(title, align="left"))

@@ -280,11 +280,13 @@ def _place(first: Judged | Divergence) -> tuple[int, int, int]:
 
 
 def _environment(judged: Sequence[Judged]) -> tuple[Setting, ...]:
-    return tuple(
+    """Settings that differ; those that one side leaves unset come last."""
+    found = (
         (j.event.site.path, j.event.value, j.pair.target.value)
         for j in judged
         if j.event.site.phase == "environment" and j.mark != "identical"
     )
+    return tuple(sorted(found, key=lambda setting: None in setting))
 
 
 def _warnings(traces: tuple[Trace, Trace]) -> list[str]:

@@ -26,6 +26,7 @@ from tracediff.report.text import (
 from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
 
 _SHOWN: Final = 5
+_TELLING_ULP: Final = 9_999  # beyond, the count says no more than the relative error does
 """Rows of a secondary list before it is cut short with '… and N more'."""
 
 _LABEL: Final = 11
@@ -278,9 +279,8 @@ class _Page:
         line = f"{percent(verdict.coverage)} of the events of the side that has fewer"
         yield self.labelled("coverage", Text(line + (f": {by}" if by else "")))
         for group in verdict.unmatched[:_SHOWN]:
-            text = Text(f"{group.count:,} only in the {inert(group.side)}: {inert(group.reason)}")
-            text.append(f" (such as {inert(group.example)})", "dim")
-            yield self.labelled("unmatched", text)
+            text = f"{group.count:,} only in the {inert(group.side)}: {inert(group.reason)}"
+            yield self.labelled("unmatched", Text(text))
         yield from self.more(len(verdict.unmatched))
 
     def more(self, total: int) -> Iterator[RenderableType]:
@@ -329,7 +329,7 @@ def _error(first: Divergence) -> str:
     if bound is not None:
         text += f", {times(error.rel_l2, bound.rel_l2)}"
     text += f"; at most {figure(error.max_abs)} absolute, {figure(error.max_rel)} relative"
-    if error.max_ulp:
+    if error.max_ulp and error.max_ulp <= _TELLING_ULP:
         text += f", {error.max_ulp:,} ulp"
     text += f"; {percent(error.differing)} of the elements differ"
     return text + (" (estimated from sketches)" if error.estimated else "")

@@ -1,0 +1,162 @@
+"""Tiny models with random weights, the same on both stacks: transformers and mlx-lm classes."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import mlx.core as mx
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+Weights = dict[str, NDArray[Any]]
+
+VOCABULARY = 200
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _COMMON | {"rms_norm_eps": 1e-5},
+    "mistral": _COMMON | {"rms_norm_eps": 1e-5, "head_dim": 8, "sliding_window": None},
+    "qwen3": _COMMON | {"rms_norm_eps": 1e-6, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen3_moe": _COMMON
+    | {
+        "rms_norm_eps": 1e-6,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_ctx": 64,
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "num_key_value_heads": 4,
+        "layer_norm_epsilon": 1e-5,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+}
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt2": "GPT2",
+}
+_MLX_MODULES = {"mistral": "llama"}  # as mlx-lm maps it
+
+
+def build_pytorch(family: str, config: dict[str, Any], attention: str = "eager") -> Any:
+    """A transformers model with its own random weights, in float32."""
+    name = _CLASSES[family]
+    settings = {key: value for key, value in config.items() if key != "rope_theta"}
+    if "rope_theta" in config:
+        settings["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": config["rope_theta"],
+        }
+    resolved = getattr(transformers, f"{name}Config")(**settings, attn_implementation=attention)
+    suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    return getattr(transformers, name + suffix)(resolved)
+
+
+def build_mlx(family: str, config: dict[str, Any]) -> Any:
+    """An mlx-lm model with its own random weights, in float32."""
+    module = importlib.import_module(f"mlx_lm.models.{_MLX_MODULES.get(family, family)}")
+    settings = {key: value for key, value in config.items() if value is not None}
+    return module.Model(module.ModelArgs.from_dict({"model_type": family} | settings))
+
+
+@lru_cache(maxsize=32)
+def _initial(family: str, config: tuple[tuple[str, Any], ...]) -> Weights:
+    generator = np.random.default_rng(7)
+    model = build_pytorch(family, {k: list(v) if k == "mlp_only_layers" else v for k, v in config})
+    weights = {}
+    for name, parameter in model.named_parameters():
+        noise = generator.standard_normal(tuple(parameter.shape))
+        if parameter.ndim == 1:
+            values = noise * 0.1 + (1.0 if name.endswith("weight") else 0.0)
+        elif "embed" in name or "wte" in name:
+            values = noise * 0.5
+        else:
+            values = noise * 0.2
+        weights[name] = values.astype(np.float32)
+    return weights
+
+
+def initial_weights(family: str, config: dict[str, Any]) -> Weights:
+    """Random float32 weights by their transformers names: every norm, bias and matrix non-trivial.
+
+    Large enough that attention is far from uniform and each fault shows.
+    """
+    key = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in config.items())
+    return {name: array.copy() for name, array in _initial(family, key).items()}
+
+
+def load_pytorch(model: Any, weights: Weights, dtype: str) -> None:
+    """Copies weights into a transformers model, cast to `dtype` as a loader would."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, array in weights.items():
+            if name in parameters:
+                parameters[name].copy_(torch.from_numpy(np.array(array)))
+    if dtype != "float32":
+        for parameter in parameters.values():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def load_mlx(model: Any, weights: Weights, dtype: str, family: str) -> None:
+    """Copies weights into an mlx-lm model through its own `sanitize`."""
+    if family == "gpt2":
+        weights = {name.removeprefix("transformer."): array for name, array in weights.items()}
+    if family == "qwen3_moe":
+        weights = _separate_experts(weights)
+    arrays = {name: mx.array(np.ascontiguousarray(array)) for name, array in weights.items()}
+    arrays = {name: array.astype(getattr(mx, dtype)) for name, array in arrays.items()}
+    model.load_weights(list(model.sanitize(arrays).items()), strict=False)
+    model.set_dtype(getattr(mx, dtype))
+    mx.eval(model.parameters())
+
+
+def _separate_experts(weights: Weights) -> Weights:
+    """The fused experts of transformers under the names of the checkpoint, which mlx-lm reads."""
+    separate: Weights = {}
+    for name, array in weights.items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            half = array.shape[1] // 2
+            for index, expert in enumerate(array):
+                separate[f"{stem}.{index}.gate_proj.weight"] = expert[:half]
+                separate[f"{stem}.{index}.up_proj.weight"] = expert[half:]
+        elif last == "down_proj" and stem.endswith("experts"):
+            for index, expert in enumerate(array):
+                separate[f"{stem}.{index}.down_proj.weight"] = expert
+        else:
+            separate[name] = array
+    return separate
+
+
+def bfloat16_rounded(weights: Weights) -> Weights:
+    """Weights rounded to bfloat16 and back."""
+    return {k: v.astype(ml_dtypes.bfloat16).astype(np.float32) for k, v in weights.items()}
