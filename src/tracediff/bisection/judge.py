@@ -288,7 +288,7 @@ def read_pair(traces: tuple[Trace, Trace], pair: Pair) -> tuple[NDArray[Any], ND
     if pair.baseline.payload is None or pair.target.payload is None:
         return None
     a, b = traces[0].array(pair.baseline), traces[1].array(pair.target)
-    if a.dtype.kind == "V" or b.dtype.kind == "V":
+    if np.void in (a.dtype.type, b.dtype.type):
         raise TraceError(f"{pair.baseline.site}: the payload's dtype is unknown")
     return a, b.T if pair.layout == "transposed" else b
 
