@@ -10,6 +10,7 @@ import toy
 
 from tracediff.bisection import bisect, diff
 from tracediff.errors import NotATraceError, UsageError
+from tracediff.testing import build_trace
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +251,38 @@ def test_diff_lists_every_site(baseline: Path, tmp_path: Path) -> None:
 def test_a_path_that_is_no_trace_is_refused(baseline: Path, tmp_path: Path) -> None:
     with pytest.raises(NotATraceError):
         bisect(baseline, tmp_path / "nothing.zarr")
+
+
+def adapter(path: Path, *, b: float, scale: float, heads: int, tokens: list[int]) -> Path:
+    """A trace with what the checks of `not exercised` look at."""
+    labels = [np.array([[-100] * (8 - n) + [5] * n]) for n in tokens]
+    return build_trace(
+        path,
+        [
+            ("0/environment/q_proj.scale:out", ("x", {"kind": "setting", "value": scale})),
+            ("0/environment/config.num_attention_heads:out", 4),
+            ("0/environment/config.num_key_value_heads:out", heads),
+            ("0/environment/config.sliding_window:out", 16),
+            *(
+                (f"0/rendering/batch.labels#{i}", (row, {"kind": "labels"}))
+                for i, row in enumerate(labels)
+            ),
+            ("0/loading/q_proj.lora_B.default.weight:param", np.full((4, 2), b, np.float32)),
+            ("0/forward/q_proj#0:out", np.ones((2, 2), np.float32)),
+        ],
+    )
+
+
+def test_what_the_input_cannot_show_is_told_by_name(tmp_path: Path) -> None:
+    hiding = adapter(tmp_path / "a", b=0.0, scale=1.0, heads=1, tokens=[3, 3])
+    twin = adapter(tmp_path / "b", b=0.0, scale=1.0, heads=1, tokens=[3, 3])
+    told = " ".join(bisect(hiding, twin).warnings)
+    for what in ("lora_B is zero", "alpha equals the rank", "key-value heads", "window", "tokens"):
+        assert what in told
+
+
+def test_what_the_input_can_show_is_not_told(tmp_path: Path) -> None:
+    showing = adapter(tmp_path / "a", b=0.5, scale=2.0, heads=2, tokens=[3, 5])
+    twin = adapter(tmp_path / "b", b=0.5, scale=2.0, heads=2, tokens=[3, 5])
+    told = [w for w in bisect(showing, twin).warnings if "window" not in w]
+    assert told == []

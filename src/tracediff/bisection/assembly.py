@@ -10,6 +10,7 @@ from typing import Final
 
 from tracediff.align import Alignment
 from tracediff.bisection import missing
+from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.judge import StepJudge
@@ -90,6 +91,10 @@ class Assembly:
         )
         if passed_over:
             self._warnings += [_passed_over(judged) for judged in passed_over[:3]]
+        if self._steps:
+            events = self._traces[0].events(self._steps[0].number)
+            hidden = not_exercised(self._traces[0], events)
+            self._warnings += [f"not exercised: {sentence}" for sentence in hidden]
         coverage = self._coverage()
         unmatched = missing.groups(step.alignment for step in self._steps)
         outcome, reason, found = self._outcome(first, coverage)
