@@ -160,11 +160,9 @@ class Assembly:
         )
         if not differing and whole:
             return "identical", f"all {len(counted)} events compared are bit-equal", None
-        worst = max((j.error.rel_l2 for j in differing), default=0.0)
         reason = (
             f"{len(counted)} events agree: {len(counted) - len(differing)} bit-equal, "
-            f"{len(differing)} within what rounding explains (largest relative difference "
-            f"{worst:.1e})"
+            f"{len(differing)} within what rounding explains{_how_closely(differing)}"
         )
         return "equivalent", reason, None
 
@@ -276,6 +274,20 @@ class Assembly:
                 values = a.fingerprint[_MEAN], b.fingerprint[_MEAN]
                 rows.append((a.site.step, a.site.path, *values))
         return tuple(rows)
+
+
+def _how_closely(differing: Sequence[Judged]) -> str:
+    """The largest relative differences of what a user looks at: module outputs and the loss."""
+    worst = {
+        stage: max((j.error.rel_l2 for j in differing if j.event.site.phase == stage), default=0.0)
+        for stage in ("forward", "loss")
+    }
+    told = [
+        f"{what} by at most {worst[stage]:.1e}"
+        for stage, what in (("forward", "module outputs"), ("loss", "the loss"))
+        if worst[stage]
+    ]
+    return f"; apart are {', '.join(told)}" if told else ""
 
 
 def _place(first: Judged | Divergence) -> tuple[int, int, int]:

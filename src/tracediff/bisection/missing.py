@@ -53,8 +53,13 @@ def groups(alignments: Iterable[Alignment]) -> tuple[Unmatched, ...]:
             for event, reason in events:
                 found[side, event.site.phase, reason].append(event)
     rows = [
-        Unmatched(side=side, example=str(events[0].site), count=len(events), reason=reason)
-        for (side, _, reason), events in found.items()
+        Unmatched(
+            side=side,
+            example=str(events[0].site),
+            count=len(events),
+            reason=f"{stage}: {reason}",
+        )
+        for (side, stage, reason), events in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.side, -row.count)))
 

@@ -1,0 +1,116 @@
+"""Activations, and modules that hand their input through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from tracediff.replayers.reference_rounding import arithmetic, is_narrow, stored, together, wide
+from tracediff.replaying import Call, Floats, Replayed
+
+_TANH_SCALE: Final = math.sqrt(2 / math.pi)
+_TANH_CUBIC: Final = 0.044715
+_FUNCTION: Final = 2.0
+"""Spread of one evaluation of exp, tanh or erf, in units of the unit roundoff: libraries promise
+one to four units in the last place."""
+
+
+def silu(call: Call) -> Replayed | None:
+    """`x / (1 + exp(-x))`. Elfwing, Uchibe and Doya, 2018 (as SiL unit); swish with beta 1.
+
+    The relative error of `exp(-x)` is that of its argument, `|x| u`, and of the function.
+    """
+    x = call.inputs.get("in")
+    if x is None or call.params:
+        return None
+    data = wide(x)
+    return _rounded(call, data * _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=2)
+
+
+def quick_gelu(call: Call) -> Replayed | None:
+    """`x sigmoid(1.702 x)`. Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2."""
+    x = call.inputs.get("in")
+    if x is None or call.params:
+        return None
+    data = wide(x)
+    return _rounded(call, data * _sigmoid(1.702 * data), 1 + np.abs(data), stores=3)
+
+
+def gelu(call: Call) -> Replayed | None:
+    """`x Phi(x)`, exactly (`approximate` is none) or by the tanh formula (tanh). Hendrycks and
+    Gimpel, "Gaussian error linear units", 2016, section 2.
+
+    For negative x, 1 + erf cancels: the error is relative to `|x|`, not to the result.
+    """
+    x, approximate = call.inputs.get("in"), call.settings.get("approximate", "none")
+    if x is None or call.params or approximate not in ("none", "tanh"):
+        return None
+    data = wide(x)
+    if approximate == "tanh":
+        inner = np.tanh(_TANH_SCALE * (data + _TANH_CUBIC * data**3))
+    else:
+        inner = _erf(data / math.sqrt(2))
+    value = 0.5 * data * (1 + inner)
+    # Where the function has saturated, an error of its argument does not show.
+    slope = (1 - np.abs(inner)) * np.abs(data)
+    spread = _FUNCTION * arithmetic(call) * np.abs(data) * (0.5 + slope)
+    if is_narrow(call):  # composed of operations that each store their result
+        spread = together(spread, stored(call, 0.5 * data), stored(call, data * slope, 4))
+    spread = together(spread, stored(call, value, 2 if is_narrow(call) else 1))
+    return Replayed(value, spread, f"{call.op} {approximate} {call.dtype}")
+
+
+def relu(call: Call) -> Replayed | None:
+    """`max(x, 0)`: exact."""
+    x = call.inputs.get("in")
+    if x is None or call.params:
+        return None
+    value = np.maximum(wide(x), 0.0)
+    return Replayed(value, np.zeros_like(value), f"{call.op} exact")
+
+
+def tanh(call: Call) -> Replayed | None:
+    """`tanh x`, to the accuracy of the library's function."""
+    x = call.inputs.get("in")
+    if x is None or call.params:
+        return None
+    value = np.tanh(wide(x))
+    return _rounded(call, value, np.ones_like(value), stores=1)
+
+
+def sigmoid(call: Call) -> Replayed | None:
+    """`1 / (1 + exp(-x))`."""
+    x = call.inputs.get("in")
+    if x is None or call.params:
+        return None
+    data = wide(x)
+    return _rounded(call, _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=1)
+
+
+def handed_through(call: Call) -> Replayed | None:
+    """The input itself: Identity, and Dropout whose probability is zero."""
+    x = call.inputs.get("in")
+    if x is None or call.params or (call.op != "Identity" and call.settings.get("p") != 0):
+        return None
+    value = wide(x)
+    return Replayed(value, np.zeros_like(value), f"{call.op} hands its input through")
+
+
+def _rounded(call: Call, value: Floats, condition: Floats, stores: int) -> Replayed:
+    spread = _FUNCTION * arithmetic(call) * condition * np.abs(value)
+    times = stores if is_narrow(call) else 1
+    return Replayed(
+        value, together(spread, stored(call, value, times)), f"{call.op} {call.dtype}"
+    )
+
+
+def _sigmoid(x: Floats) -> Floats:
+    small = np.exp(-np.abs(x))
+    result: Floats = np.where(x >= 0, 1.0, small) / (1 + small)
+    return result
+
+
+_erf: Final[Callable[[Floats], Floats]] = np.vectorize(math.erf, otypes=[np.float64])

@@ -1,0 +1,72 @@
+"""How rounding errors add up: the pieces that the spreads of all formulas are made of.
+
+One rounding of a result y errs by at most u|y| and, over many results, evenly in between: its
+standard deviation is `u|y| / sqrt(3)`. Errors of separate roundings are taken to be independent
+with mean zero, as in Higham and Mary, "A new approach to probabilistic rounding error analysis",
+SIAM J. Sci. Comput. 41 (2019), and "Sharper probabilistic backward error analysis for basic linear
+algebra kernels with random data", SIAM J. Sci. Comput. 42 (2020).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.compare.figures import unit_roundoff
+from tracediff.replaying import Call, Floats
+
+ROUNDING: Final = 1 / math.sqrt(3)
+"""Standard deviation of one rounding, in units of the largest."""
+
+_SINGLE: Final = unit_roundoff("float32")
+
+
+def storage(call: Call) -> float:
+    """Unit roundoff of the recorded output."""
+    return unit_roundoff(call.dtype)
+
+
+def arithmetic(call: Call) -> float:
+    """Unit roundoff of the arithmetic: of float32 for 16-bit types, which both stacks widen."""
+    return min(unit_roundoff(call.dtype), _SINGLE)
+
+
+def is_narrow(call: Call) -> bool:
+    """Whether results are stored with fewer bits than they are computed with."""
+    return storage(call) > arithmetic(call)
+
+
+def stored(call: Call, value: Floats, times: float = 1.0) -> Floats:
+    """Spread of rounding `value` to the output's dtype, once or a number of times.
+
+    Below the smallest normal number the spacing is constant, or values are flushed to zero.
+    """
+    low = np.finfo(np.float32).tiny if call.dtype != "float64" else np.finfo(np.float64).tiny
+    if call.dtype == "float16":
+        low = np.float64(2.0**-25)
+    result: Floats = math.sqrt(times) * ROUNDING * storage(call) * np.abs(value) + float(low)
+    return result
+
+
+def together(*spreads: Floats) -> Floats:
+    """Spread of the sum of independent errors."""
+    total = spreads[0] ** 2
+    for spread in spreads[1:]:
+        total = total + spread**2
+    return np.sqrt(total)
+
+
+def wide(array: NDArray[Any]) -> Floats:
+    return array.astype(np.float64)
+
+
+def positive_sum(roundoff: float, length: int) -> float:
+    """Relative spread of a sum of `length` terms of one sign.
+
+    The partial sums grow evenly to the total S, each rounded by `u k/K S`: the variance is
+    `u**2 / 3 * K / 3`. Kernels that add in blocks stay below it.
+    """
+    return roundoff * math.sqrt(length) / 3

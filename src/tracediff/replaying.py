@@ -1,0 +1,81 @@
+"""The Replayer contract: what recomputes one call from the values that a trace holds of it.
+
+A replayer says which operations it can recompute; given the recorded inputs, parameters and
+settings of a call, it returns the output together with how far rounding may have taken a correct
+implementation away from it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of one operation, as far as a trace holds it.
+
+    Attributes:
+        op: Class of the module, or name of the operation, as the recorder wrote it.
+        inputs: Port (`in`, `labels`, `in.mask`) -> array as recorded.
+        params: Name below the module (`weight`, `lora_A.default.weight`) -> array as recorded.
+        settings: Name below the module (`eps`, `base`), or of the configuration
+            (`config.rope_theta`) -> value.
+        dtype: Dtype of the recorded output, which decides its last rounding.
+    """
+
+    op: str
+    inputs: Mapping[str, NDArray[Any]]
+    params: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The recomputed output, and what rounding does to a correct implementation of it.
+
+    Attributes:
+        value: float64, of the output's shape.
+        spread: float64, of the same shape: standard deviation of the rounding error of each
+            element, first order in the unit roundoff.
+        derivation: Where the spread comes from, for people: `Linear K=576 float32`.
+    """
+
+    value: Floats
+    spread: Floats
+    derivation: str
+
+
+class Replayer(ABC):
+    """Recomputes calls. One class per stack, exported as `Replayer`.
+
+    Attributes:
+        stack: Name of the stack, as in `<stack>_replayer.py`.
+    """
+
+    stack: ClassVar[str]
+
+    @abstractmethod
+    def supports(self, op: str) -> bool:
+        """Whether calls of `op` can be recomputed, given all that they need."""
+
+    def implied(self, op: str) -> Mapping[str, Any]:
+        """Settings that a class fixes by itself, so that no recorder writes them down."""
+        return {}
+
+    @abstractmethod
+    def replay(self, call: Call) -> Replayed | None:
+        """Recomputes the output of a call.
+
+        Returns:
+            None where the trace does not hold what the output depends on: a parameter, the random
+            numbers of a dropout that is on, a setting of another kind than the formula knows.
+        """
