@@ -18,24 +18,18 @@ _FUNCTION: Final = 2.0
 one to four units in the last place."""
 
 
-def silu(call: Call) -> Replayed | None:
+def silu(call: Call) -> Replayed:
     """`x / (1 + exp(-x))`. Elfwing, Uchibe and Doya, 2018 (as SiL unit); swish with beta 1.
 
     The relative error of `exp(-x)` is that of its argument, `|x| u`, and of the function.
     """
-    x = call.inputs.get("in")
-    if x is None or call.params:
-        return None
-    data = wide(x)
+    data = wide(call.inputs["in"])
     return _rounded(call, data * _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=2)
 
 
-def quick_gelu(call: Call) -> Replayed | None:
+def quick_gelu(call: Call) -> Replayed:
     """`x sigmoid(1.702 x)`. Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2."""
-    x = call.inputs.get("in")
-    if x is None or call.params:
-        return None
-    data = wide(x)
+    data = wide(call.inputs["in"])
     return _rounded(call, data * _sigmoid(1.702 * data), 1 + np.abs(data), stores=3)
 
 
@@ -45,10 +39,10 @@ def gelu(call: Call) -> Replayed | None:
 
     For negative x, 1 + erf cancels: the error is relative to `|x|`, not to the result.
     """
-    x, approximate = call.inputs.get("in"), call.settings.get("approximate", "none")
-    if x is None or call.params or approximate not in ("none", "tanh"):
+    approximate = call.settings.get("approximate", "none")
+    if approximate not in ("none", "tanh"):
         return None
-    data = wide(x)
+    data = wide(call.inputs["in"])
     if approximate == "tanh":
         inner = np.tanh(_TANH_SCALE * (data + _TANH_CUBIC * data**3))
     else:
@@ -63,39 +57,29 @@ def gelu(call: Call) -> Replayed | None:
     return Replayed(value, spread, f"{call.op} {approximate} {call.dtype}")
 
 
-def relu(call: Call) -> Replayed | None:
+def relu(call: Call) -> Replayed:
     """`max(x, 0)`: exact."""
-    x = call.inputs.get("in")
-    if x is None or call.params:
-        return None
-    value = np.maximum(wide(x), 0.0)
+    value = np.maximum(wide(call.inputs["in"]), 0.0)
     return Replayed(value, np.zeros_like(value), f"{call.op} exact")
 
 
-def tanh(call: Call) -> Replayed | None:
+def tanh(call: Call) -> Replayed:
     """`tanh x`, to the accuracy of the library's function."""
-    x = call.inputs.get("in")
-    if x is None or call.params:
-        return None
-    value = np.tanh(wide(x))
+    value = np.tanh(wide(call.inputs["in"]))
     return _rounded(call, value, np.ones_like(value), stores=1)
 
 
-def sigmoid(call: Call) -> Replayed | None:
+def sigmoid(call: Call) -> Replayed:
     """`1 / (1 + exp(-x))`."""
-    x = call.inputs.get("in")
-    if x is None or call.params:
-        return None
-    data = wide(x)
+    data = wide(call.inputs["in"])
     return _rounded(call, _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=1)
 
 
 def handed_through(call: Call) -> Replayed | None:
     """The input itself: Identity, and Dropout whose probability is zero."""
-    x = call.inputs.get("in")
-    if x is None or call.params or (call.op != "Identity" and call.settings.get("p") != 0):
+    if call.op != "Identity" and call.settings.get("p") != 0:
         return None
-    value = wide(x)
+    value = wide(call.inputs["in"])
     return Replayed(value, np.zeros_like(value), f"{call.op} hands its input through")
 
 

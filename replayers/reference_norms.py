@@ -24,8 +24,8 @@ def rms_norm(call: Call) -> Replayed | None:
     and both multiplications round once each. 16-bit implementations store the normalised value
     before they multiply by the weight.
     """
-    x, weight, eps = call.inputs.get("in"), call.params.get("weight"), call.settings.get("eps")
-    if x is None or eps is None or set(call.params) - {"weight"}:
+    x, weight, eps = call.inputs["in"], call.params.get("weight"), call.settings.get("eps")
+    if eps is None or set(call.params) - {"weight"}:
         return None
     data = wide(x)
     value = data / np.sqrt(np.mean(data**2, axis=-1, keepdims=True) + float(eps))
@@ -46,8 +46,8 @@ def layer_norm(call: Call) -> Replayed | None:
     does not scale down, and a variance taken as `E x**2 - mu**2` errs relative to `E x**2`
     (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
     """
-    x, eps = call.inputs.get("in"), call.settings.get("eps")
-    if x is None or eps is None or set(call.params) - {"weight", "bias"}:
+    x, eps = call.inputs["in"], call.settings.get("eps")
+    if eps is None or set(call.params) - {"weight", "bias"}:
         return None
     weight, bias = call.params.get("weight"), call.params.get("bias")
     if weight is not None and weight.shape != x.shape[-1:]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +19,6 @@ from tracediff.replayers.reference_rounding import (
 )
 from tracediff.replaying import Call, Replayed
 
-_PLAIN = (None, "default")
-
 
 def rope(call: Call) -> Replayed | None:
     """Rotates pairs of elements by `position * base**(-2i/d)`. Su et al., "RoFormer", 2021,
@@ -30,12 +30,10 @@ def rope(call: Call) -> Replayed | None:
     store the tables, and each product.
 
     Args:
-        call: `in` of shape (..., sequence, head_dim). Settings: `base` (else `config.rope_theta`),
-            `dims`, `traditional`, `scale` of the positions; positions count from 0 unless `in`
-            comes with `in.position_ids`.
+        call: `in` of shape (..., sequence, head_dim). Settings: `base`, `dims`, `traditional`, `scale` of the positions, which count from 0.
     """
-    x, base = call.inputs.get("in"), _base(call)
-    if x is None or x.ndim < 2 or base is None or call.params:
+    x, base = call.inputs["in"], call.settings.get("base")
+    if x.ndim < 2 or not isinstance(base, int | float) or base <= 0:
         return None
     dims = int(call.settings.get("dims") or x.shape[-1])
     if dims > x.shape[-1] or dims % 2:
@@ -65,12 +63,11 @@ def rope(call: Call) -> Replayed | None:
     return Replayed(value, spread, f"{call.op} base={base:g} {call.dtype}")
 
 
-def _base(call: Call) -> float | None:
-    """The rotary base, or None where the frequencies follow another rule (linear, llama3, yarn)."""
-    settings = call.settings
+def resolve(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`base` from the module or the configuration; none where the frequencies follow another rule
+    (linear, llama3, yarn)."""
     kind = settings.get("config.rope_parameters.rope_type")
     scaled = settings.get("config.rope_scaling")
-    if kind not in _PLAIN or scaled is not None:
-        return None
-    base = settings.get("base", settings.get("config.rope_theta"))
-    return float(base) if isinstance(base, int | float) and base > 0 else None
+    if kind not in (None, "default") or scaled is not None:
+        return {"base": None}
+    return {"base": settings.get("base", settings.get("config.rope_theta"))}

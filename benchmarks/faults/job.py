@@ -57,7 +57,6 @@ class Loss:
     scale: float = 1.0
     upcast: bool = True
     fused: bool = True
-    reuse: bool = False
 
 
 @dataclass(slots=True)
@@ -98,6 +97,8 @@ class Job:
             they return name -> gradient.
         stepped: Called after each update with the runner of the stack and the step.
         seeded: Called after the seeds are set, before anything is built.
+        patches: Owner, name and value of attributes set for the duration of the run (PyTorch).
+        own_labels: The model is given the labels and computes the loss itself (PyTorch).
     """
 
     stack: str = "pytorch"
@@ -108,7 +109,6 @@ class Job:
     accumulate: int = 1
     attention: str = "eager"
     threads: int | None = None
-    deterministic: bool = True
     compiled: bool = False
     evaluate: bool = True
     own_labels: bool = False
@@ -123,6 +123,7 @@ class Job:
     graded: list[Callable[[dict[str, Any], int], dict[str, Any]]] = field(default_factory=list)
     stepped: list[Callable[[Any, int], None]] = field(default_factory=list)
     seeded: list[Callable[[], None]] = field(default_factory=list)
+    patches: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.config = FAMILIES[self.family] | self.config

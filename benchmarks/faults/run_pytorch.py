@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,12 @@ class Runner:
                 self.loss(self.batches[-1])
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        names = [name for name in batch if name != "labels"]
+        names = [name for name in batch if name != "labels" or self.job.own_labels]
         inputs = {name: torch.from_numpy(batch[name]) for name in names}
-        logits = self.called(**inputs, use_cache=False).logits
+        result = self.called(**inputs, use_cache=False)
+        if self.job.own_labels:
+            return result.loss
+        logits = result.logits
         return _loss(self.job, logits, torch.from_numpy(batch["labels"]))
 
     def _edit_gradients(self, step: int) -> None:
@@ -83,7 +87,11 @@ def run(job: Job) -> None:
     if job.threads:
         torch.set_num_threads(job.threads)
     try:
-        Runner(job).train()
+        with ExitStack() as stack:
+            for owner, name, value in job.patches:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+            Runner(job).train()
     finally:
         torch.set_num_threads(threads)
 

@@ -39,7 +39,15 @@ class StackError(TracediffError):
 
 
 class ScriptError(TracediffError):
-    """The recorded script raised, or never ran a model."""
+    """The recorded script raised, or never ran a model.
+
+    Attributes:
+        status: Exit status that the script would have ended with by itself.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RulesError(TracediffError):

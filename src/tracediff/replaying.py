@@ -67,9 +67,10 @@ class Replayer(ABC):
     def supports(self, op: str) -> bool:
         """Whether calls of `op` can be recomputed, given all that they need."""
 
-    def implied(self, op: str) -> Mapping[str, Any]:
-        """Settings that a class fixes by itself, so that no recorder writes them down."""
-        return {}
+    def resolve(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of a call under the names that `replay` reads, defaults of its class and
+        of the configuration filled in, so that two stacks' settings can be told apart by name."""
+        return settings
 
     @abstractmethod
     def replay(self, call: Call) -> Replayed | None:

@@ -83,7 +83,10 @@ def record(
         with attached(recorder), _recorded_warnings(tape):
             yield tape
     except BaseException as error:
-        writer.finish("failed", _one_line(error))
+        if isinstance(error, SystemExit) and not error.code:  # `sys.exit(main())` that went well
+            writer.finish("finished")
+        else:
+            writer.finish("failed", _one_line(error))
         raise
     writer.finish("finished")
 
@@ -130,12 +133,15 @@ def record_script(
         ):
             runpy.run_path(str(path), run_name="__main__")
     except SystemExit as error:
-        if error.code not in (None, 0):
-            raise ScriptError(_kept(script, f"exited with {error.code}", output)) from None
+        if error.code:
+            status = error.code if isinstance(error.code, int) else 1
+            what = f"exited with {error.code}"
+            raise ScriptError(_kept(script, what, output), status) from None
     except (TracediffError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise ScriptError(_kept(script, f"raised {_one_line(error)}", output)) from error
+        what = f"raised {_one_line(error)}"
+        raise ScriptError(_kept(script, what, output), status=1) from error
     if not tape.seen_model:
         raise ScriptError(
             f"{script} ended without calling a {stack} model, so nothing can be compared: check "

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from tracediff.errors import StackError
 from tracediff.recording import Recorder
+from tracediff.replaying import Replayer
 
 FRAMEWORKS: Final[Mapping[str, str]] = {"pytorch": "torch", "mlx": "mlx"}
 """The module whose absence means that a built-in stack is not installed."""
@@ -59,17 +60,30 @@ def load_recorder(name: str) -> type[Recorder]:
         StackError: The stack is unknown, or its framework is not installed. An import error from
             inside a framework that is there is raised as it is.
     """
-    for entry in _entry_points("recorder"):
+    return cast("type[Recorder]", _load("recorder", name))
+
+
+def load_replayer(name: str) -> type[Replayer]:
+    """Imports the replayer of a stack; `reference` needs nothing but the core.
+
+    Raises:
+        StackError: As `load_recorder` does.
+    """
+    return cast("type[Replayer]", _load("replayer", name))
+
+
+def _load(kind: str, name: str) -> Any:
+    for entry in _entry_points(kind):
         if entry.name == name:
-            return cast("type[Recorder]", entry.load())
-    if name not in _modules("recorder"):
-        known = ", ".join(names("recorder"))
-        raise StackError(f"stack {name!r} is unknown: use one of {known}")
+            return entry.load()
+    if name not in _modules(kind):
+        known = ", ".join(names(kind))
+        what = "stack" if kind == "recorder" else kind
+        raise StackError(f"{what} {name!r} is unknown: use one of {known}")
     framework = FRAMEWORKS.get(name)
     if framework and importlib.util.find_spec(framework) is None:
         raise StackError(f"stack {name!r} needs {framework}: pip install 'tracediff-ml[{name}]'")
-    module = importlib.import_module(f"tracediff.recorders.{name}_recorder")
-    return cast("type[Recorder]", module.Recorder)
+    return getattr(importlib.import_module(f"tracediff.{kind}s.{name}_{kind}"), kind.capitalize())
 
 
 def guess(script: Path) -> str:

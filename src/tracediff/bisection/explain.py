@@ -47,6 +47,9 @@ def divergence(judged: Judged, *, origin: str | None = None) -> Divergence:
         target_site=str(b.site),
         op={"baseline": a.op, "target": b.op},
         origin=origin or ("inherited" if judged.inherited else "introduced"),
+        blame=judged.blame,
+        detail=dict(judged.evidence),
+        meaning=judged.note,
         error=judged.error,
         bound=judged.bound,
         where={"baseline": a.source, "target": b.source},
@@ -82,8 +85,8 @@ def explain(
     if pattern:
         facts = {
             "pattern": pattern.name,
-            "meaning": pattern.meaning,
-            "detail": dict(pattern.detail),
+            "meaning": "; ".join(part for part in (pattern.meaning, judged.note) if part),
+            "detail": {**pattern.detail, **judged.evidence},
         }
     if values[0].shape == values[1].shape:
         facts["error"] = replace(judged.error, max_ulp=max_ulp(*values))

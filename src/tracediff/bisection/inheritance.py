@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
+from tracediff.bisection.referee import Memory
 from tracediff.events import ROOT, STAGE_RANK, Event, Pair
 from tracediff.verdict import Bound, ErrorFigures
 
@@ -34,7 +35,11 @@ class Level:
 
 @dataclass(slots=True)
 class Judged:
-    """A pair with its mark (identical, equivalent, diverged) and the figures behind it."""
+    """A pair with its mark (identical, equivalent, diverged) and the figures behind it.
+
+    Attributes:
+        blame, evidence, note: What the referee says of a divergence, see `referee.Ruling`.
+    """
 
     pair: Pair
     mark: str
@@ -44,6 +49,9 @@ class Judged:
     inherited: bool = False
     masked: int = 0
     level: Level = field(default_factory=Level)
+    blame: str = "undecided"
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def event(self) -> Event:
@@ -56,9 +64,11 @@ class Judged:
 
 
 class State:
-    """What is carried from step to step: how far parameters and optimizer state are apart."""
+    """What is carried from step to step: how far parameters and optimizer state are apart, and
+    where each side's parameters and settings are recorded."""
 
     def __init__(self) -> None:
+        self.memory = (Memory(), Memory())
         self.params: tuple[dict[str, Level], dict[str, Level]] = ({}, {})
         self.moments: dict[tuple[str, str], Level] = {}
 

@@ -4,6 +4,9 @@ An error is held to what rounding at the place can cause plus what its inputs al
 judged pair therefore passes two figures on to what was computed from it: `carry`, the part that
 rounding explains, and `actual`, all of it. A pair beyond its bound has diverged; it is inherited
 if the `actual` error of its inputs accounts for it, and introduced otherwise.
+
+That bound is cheap and coarse. Where a pair is beyond it or not far below, and the operation has a
+formula, the referee decides instead. See docs/deciding.md.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 from tracediff.align import Alignment
 from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
+from tracediff.bisection.referee import Referee, Ruling
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, unit_roundoff
 from tracediff.compare.padding import Padding
@@ -30,6 +34,9 @@ from tracediff.verdict import Bound, ErrorFigures
 _L2: Final = FINGERPRINT_FIELDS.index("l2")
 _ABS_MEAN: Final = FINGERPRINT_FIELDS.index("abs_mean")
 _SMALLEST: Final = 1e-30
+_SUSPECT: Final = 1 / 8
+"""Fraction of the cheap bound above which the referee is asked."""
+
 _LOADING_ULPS: Final = 2.0
 """Parameters may differ by the rounding of one conversion, and by no more."""
 
@@ -55,6 +62,10 @@ class StepJudge:
         self._state = state
         self._ledger = Ledger(events, state)
         self._options = options
+        self._events = events
+        for memory, side in zip(state.memory, events, strict=True):
+            memory.begin(side)
+        self._referee = Referee(traces, events, state.memory)
         self._params_after = {
             pair.baseline.site.path: pair
             for pair in alignment.pairs
@@ -72,7 +83,10 @@ class StepJudge:
             self._alignment.pairs,
             key=lambda pair: (STAGE_RANK[pair.baseline.site.phase], pair.baseline.order),
         )
-        return [self._ledger.remember(self._judge(pair)) for pair in pairs]
+        judged = [self._ledger.remember(self._judge(pair)) for pair in pairs]
+        for memory, side in zip(self._state.memory, self._events, strict=True):
+            memory.finish(side)
+        return judged
 
     # ---- one pair --------------------------------------------------------------------------
 
@@ -127,11 +141,16 @@ class StepJudge:
         error = figures.error
         bound, explained = self._bound(pair, inherited, error, values)
         level = _passed_on(pair, inherited, error.rel_l2)
+        ruling = self._ruling(pair, figures, bound, values)
         within = error.rel_l2 <= bound.rel_l2 and (
             error.estimated
             or pair.baseline.site.phase not in ("loading", "forward")
             or error.max_rel <= bounds.ELEMENT_HEADROOM * bound.rel_l2
         )
+        if ruling is not None:
+            explained = ruling.within
+            within = ruling.within and (within or not inherited.tainted)
+            bound = ruling.bound
         override = self._options.tolerance(str(pair.baseline.site))
         if override is not None and values is not None:
             within = override.accepts(*values)
@@ -144,7 +163,28 @@ class StepJudge:
             return Judged(pair, mark, error=error, bound=bound, masked=figures.masked, level=level)
         judged = self._beyond(pair, "value", inherited, figures, bound, explained)
         judged.level = level
+        if ruling is not None and not ruling.within:
+            judged.inherited = False
+            judged.blame, judged.evidence, judged.note = ruling.blame, ruling.evidence, ruling.note
         return judged
+
+    def _ruling(
+        self,
+        pair: Pair,
+        figures: Figures,
+        bound: Bound,
+        values: tuple[NDArray[Any], NDArray[Any]] | None,
+    ) -> Ruling | None:
+        """The referee's word on a pair whose error is not far below its cheap bound."""
+        error = figures.error
+        clear = error.rel_l2 <= _SUSPECT * bound.rel_l2 and (
+            error.max_rel <= _SUSPECT * bounds.ELEMENT_HEADROOM * bound.rel_l2
+        )
+        if clear or values is None or not self._referee.knows(pair):
+            return None
+        return self._referee.rule(
+            pair, values, self.padding.counts(pair.baseline, values[0].shape)
+        )
 
     def _beyond(
         self,

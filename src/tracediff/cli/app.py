@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 from tracediff import __version__
-from tracediff.cli import bisect, demo, diff, record, show, stacks, verify
+from tracediff.cli import bisect, demo, diff, record, selfcheck, show, stacks, verify
 from tracediff.cli.output import flush, tell
 from tracediff.errors import TracediffError
 
@@ -27,11 +27,9 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(
-    "record",
-    # Everything after SCRIPT belongs to the script, with or without `--`.
-    context_settings={"allow_interspersed_args": False},
-)(record.record)
+_SCRIPT = {"allow_interspersed_args": False}  # what follows SCRIPT is the script's, `--` or not
+app.command("record", context_settings=_SCRIPT)(record.record)
+app.command("selfcheck", context_settings=_SCRIPT)(selfcheck.selfcheck)
 app.command("bisect")(bisect.bisect)
 app.command("diff")(diff.diff)
 app.command("show")(show.show)

@@ -42,3 +42,25 @@ Atol = Annotated[
         help="Absolute tolerance for the sites that match; may be repeated.",
     ),
 ]
+
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="The Python script to run, unchanged.")
+]
+ScriptArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments.")
+]
+Stack = Annotated[
+    str, typer.Option(help="pytorch, mlx or another of `tracediff stacks`; auto looks.")
+]
+Level = Annotated[
+    str,
+    typer.Option(help="digest keeps summaries of all values; module also keeps the values."),
+]
+Steps = Annotated[
+    str | None,
+    typer.Option(metavar="STEPS", help="Keep values only at these steps, such as 0:3,100."),
+]
+SketchEvery = Annotated[
+    int, typer.Option(metavar="N", help="At level digest, keep sketches at every Nth step.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is there.")]

@@ -7,36 +7,20 @@ from typing import Annotated
 
 import typer
 
-from tracediff.cli import output
+from tracediff.cli import options, output
 
 
 def record(
     trace: Annotated[
         Path, typer.Option("--output", "-o", metavar="TRACE", help="Where to write the trace.")
     ],
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The Python script to run, unchanged.")
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments.")
-    ] = None,
-    stack: Annotated[
-        str, typer.Option(help="pytorch, mlx or another of `tracediff stacks`; auto looks.")
-    ] = "auto",
-    level: Annotated[
-        str,
-        typer.Option(help="digest keeps summaries of all values; module also keeps the values."),
-    ] = "module",
-    steps: Annotated[
-        str | None,
-        typer.Option(metavar="STEPS", help="Keep values only at these steps, such as 0:3,100."),
-    ] = None,
-    sketch_every: Annotated[
-        int, typer.Option(metavar="N", help="At level digest, keep sketches at every Nth step.")
-    ] = 100,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a trace that is there.")
-    ] = False,
+    script: options.Script,
+    arguments: options.ScriptArguments = None,
+    stack: options.Stack = "auto",
+    level: options.Level = "module",
+    steps: options.Steps = None,
+    sketch_every: options.SketchEvery = 100,
+    overwrite: options.Overwrite = False,
 ) -> int:
     """Run a training script as it is, and record what it computes."""
     from tracediff.session import record_script

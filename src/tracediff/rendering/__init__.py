@@ -1,5 +1,6 @@
-"""Text, token and label differ."""
+"""Text, token and label differ; routes that render conversations, and their comparison."""
 
 from tracediff.rendering.differ import Difference, differ_ids, differ_text
+from tracediff.rendering.files import Vocabulary
 
-__all__ = ["Difference", "differ_ids", "differ_text"]
+__all__ = ["Difference", "Vocabulary", "differ_ids", "differ_text"]

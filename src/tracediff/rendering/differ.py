@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tracediff.rendering.files import Vocabulary
+from tracediff.rendering.id_classes import classify_ids, classify_labels
+from tracediff.rendering.text_classes import TextPair, classify_text
 
 _CONTEXT: Final = 40
 _IDS_CONTEXT: Final = 8
@@ -22,8 +25,8 @@ class Difference:
     """The first difference of two sequences.
 
     Attributes:
-        pattern: Class of the difference: newline, whitespace, unicode normalisation, inserted,
-            deleted, replaced, truncated, shifted.
+        pattern: Class of the difference (docs/rendering.md lists them), or the bare kind of edit:
+            inserted, deleted, replaced, truncated, shifted.
         meaning: One sentence on it.
         detail: `index`, and for texts `baseline_context`, `target_context`; for IDs
             `baseline_ids`, `target_ids`, and `row` where there are rows.
@@ -34,11 +37,24 @@ class Difference:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
-def differ_text(baseline: str, target: str) -> Difference:
-    """Describes the first difference of two unequal texts."""
+def differ_text(
+    baseline: str,
+    target: str,
+    vocabulary: Vocabulary | None = None,
+    has_system: bool | None = None,
+) -> Difference:
+    """Describes the first difference of two unequal texts.
+
+    Args:
+        vocabulary: Tells which strings are BOS and EOS; without it, those classes are not told.
+        has_system: Whether the record has a system message of its own, where that is known.
+    """
     index = _first_difference(baseline, target)
     removed, added = _edit(baseline[index:], target[index:])
-    pattern, meaning = _classify_text(baseline, target, removed, added)
+    whole = baseline[:index] + added + baseline[index + len(removed) :] == target
+    found = classify_text(
+        TextPair(baseline, target, index, removed, added, whole, vocabulary, has_system)
+    )
     start = max(0, index - _CONTEXT)
     detail = {
         "index": index,
@@ -48,21 +64,27 @@ def differ_text(baseline: str, target: str) -> Difference:
         "removed": removed[:_CONTEXT],
         "added": added[:_CONTEXT],
         "lengths": [len(baseline), len(target)],
+        **found.detail,
     }
-    return Difference(pattern, meaning, detail)
+    return Difference(found.name, found.meaning, detail)
 
 
 def differ_ids(
-    baseline: NDArray[Any], target: NDArray[Any], counts: NDArray[np.bool_] | None = None
+    baseline: NDArray[Any],
+    target: NDArray[Any],
+    counts: NDArray[np.bool_] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Difference | None:
     """Describes the first difference of two arrays of IDs, labels or masks; None if equal.
 
     Args:
         counts: Boolean array of the common shape: False where an element is padding.
+        vocabulary: Tells which IDs are special and what the others spell; without it, only the
+            classes that the numbers alone show are told.
     """
     if baseline.shape != target.shape:
         if baseline.ndim == target.ndim == 1:
-            return _differ_row(baseline.tolist(), target.tolist(), {})
+            return _differ_row(baseline.tolist(), target.tolist(), {}, vocabulary)
         return Difference(
             "shape",
             f"shape {baseline.shape} against {target.shape}",
@@ -73,17 +95,26 @@ def differ_ids(
         differs &= counts
     if not differs.any():
         return None
-    if baseline.ndim < 2:
-        return _differ_row(
-            np.atleast_1d(baseline).tolist(), np.atleast_1d(target).tolist(), {"rows": 1}
-        )
-    flat = [x.reshape(-1, x.shape[-1]) for x in (baseline, target, differs)]
-    row = int(np.argmax(flat[2].any(axis=1)))
-    rows = int(flat[2].any(axis=1).sum())
-    return _differ_row(flat[0][row].tolist(), flat[1][row].tolist(), {"row": row, "rows": rows})
+    if counts is not None:
+        target = np.where(counts, target, baseline)
+    # One row per sample; a row by itself, or a single number, is one row.
+    a, b = (side.reshape(-1, side.shape[-1] if side.ndim else 1) for side in (baseline, target))
+    rows = np.flatnonzero((a != b).any(axis=1))
+    row = int(rows[0])
+    extra = {"row": row, "rows": len(rows)} if baseline.ndim > 1 else {"rows": 1}
+    found = _differ_row(a[row].tolist(), b[row].tolist(), extra, vocabulary)
+    labels = classify_labels(a, b, vocabulary)
+    if labels is None:
+        return found
+    return Difference(labels.name, labels.meaning, {**found.detail, **labels.detail})
 
 
-def _differ_row(a: Sequence[int], b: Sequence[int], extra: Mapping[str, Any]) -> Difference:
+def _differ_row(
+    a: Sequence[int],
+    b: Sequence[int],
+    extra: Mapping[str, Any],
+    vocabulary: Vocabulary | None = None,
+) -> Difference:
     index = _first_difference(a, b)
     removed, added = _edit(a[index:], b[index:])
     start = max(0, index - _IDS_CONTEXT)
@@ -101,6 +132,9 @@ def _differ_row(a: Sequence[int], b: Sequence[int], extra: Mapping[str, Any]) ->
         offset = -1 if a[1:] == b[:-1] else 1
         detail["offset"] = offset
         return Difference("shifted", f"the whole row is moved by {offset:+d}", detail)
+    found = classify_ids(a, b, vocabulary)
+    if found:
+        return Difference(found.name, found.meaning, {**detail, **found.detail})
     name = "inserted" if not removed else "deleted" if not added else "replaced"
     size = max(len(removed), len(added))
     return Difference(name, f"{size} {name} at index {index}", detail)
@@ -124,40 +158,3 @@ def _edit(a: Any, b: Any) -> tuple[Any, Any]:
     opcodes = difflib.SequenceMatcher(None, a_part, b_part, autojunk=False).get_opcodes()
     _, a_start, a_stop, b_start, b_stop = next(op for op in opcodes if op[0] != "equal")
     return a_part[a_start:a_stop], b_part[b_start:b_stop]
-
-
-def _classify_text(baseline: str, target: str, removed: str, added: str) -> tuple[str, str]:
-    """The first class whose normalisation makes both texts equal."""
-    forms: Sequence[tuple[str, str, Callable[[str], str]]] = (
-        ("newline", "only line breaks differ", lambda text: _without(text, "\r\n")),
-        ("trailing whitespace", "only whitespace at the end differs", str.rstrip),
-        ("whitespace", "only white space differs", lambda text: "".join(text.split())),
-        ("NFC", "", lambda text: unicodedata.normalize("NFC", text)),
-        ("NFKC", "", lambda text: unicodedata.normalize("NFKC", text)),
-    )
-    for name, meaning, normalise in forms:
-        if normalise(baseline) == normalise(target):
-            if name.startswith("NF"):
-                return (
-                    "unicode normalisation",
-                    f"both texts are the same after {name}: one side normalises, one does not",
-                )
-            return name, f"{meaning}: {_what(removed, added)}"
-    if target.startswith(baseline) or baseline.startswith(target):
-        longer, end = ("target", added) if len(target) > len(baseline) else ("baseline", removed)
-        return "truncated", f"the {longer} goes on where the other ends: {end[:_CONTEXT]!r}"
-    return ("inserted" if not removed else "deleted" if not added else "replaced"), _what(
-        removed, added
-    )
-
-
-def _what(removed: str, added: str) -> str:
-    if not added:
-        return f"the target lacks {removed[:_CONTEXT]!r}"
-    if not removed:
-        return f"the target has {added[:_CONTEXT]!r} more"
-    return f"{removed[:_CONTEXT]!r} against {added[:_CONTEXT]!r}"
-
-
-def _without(text: str, characters: str) -> str:
-    return text.translate({ord(character): None for character in characters})

@@ -1,0 +1,57 @@
+"""`python -m benchmarks.faults`: runs the benchmark, prints a table and writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import traceback
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from benchmarks.faults import planted, twins
+from benchmarks.faults.runner import Bench, Result, as_json
+from benchmarks.faults.score import markdown, summary, table
+
+
+def main() -> int:
+    """Exit code 0 whatever the rates: they are a measurement, not a test."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser.add_argument("patterns", nargs="*", help="run only the cases whose id matches one")
+    parser.add_argument("--json", type=Path, help="where the results are written")
+    parser.add_argument("--markdown", type=Path, help="where the report is written")
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    options = parser.parse_args()
+    cases = [*planted.REGISTRY.cases, *twins.REGISTRY.cases]
+    if options.patterns:
+        cases = [c for c in cases if any(fnmatchcase(c.id, p) for p in options.patterns)]
+    if options.list:
+        print("\n".join(case.id for case in cases))
+        return 0
+    started = time.perf_counter()
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        for index, case in enumerate(cases):
+            try:
+                results.append(bench.run(case))
+            except Exception:
+                print(f"case {case.id} cannot be run:\n{traceback.format_exc()}", file=sys.stderr)
+                continue
+            last = results[-1]
+            mark = "ok" if not last.why else last.why
+            print(f"[{index + 1}/{len(cases)}] {case.id}: {mark}", file=sys.stderr, flush=True)
+    facts = summary(results, time.perf_counter() - started)
+    print(table(results, facts))
+    if options.json:
+        document = {"summary": facts, "cases": [as_json(result) for result in results]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if options.markdown:
+        options.markdown.write_text(markdown(results, facts), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The reference: float64 NumPy formulas of the operations that all stacks share.
+
+Needs no framework, so any trace can be judged on any machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from tracediff import replaying
+from tracediff.replayers import reference_elementwise as elementwise
+from tracediff.replayers import reference_losses as losses
+from tracediff.replayers import reference_norms as norms
+from tracediff.replayers import reference_products as products
+from tracediff.replayers import reference_rope as rope
+from tracediff.replaying import Call, Replayed
+
+
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    """A function and what it takes: a call with other inputs is of another operation."""
+
+    function: Callable[[Call], Replayed | None]
+    ports: frozenset[str] = frozenset({"in"})
+    takes_params: bool = True
+
+
+def _plain(function: Callable[[Call], Replayed | None]) -> _Formula:
+    return _Formula(function, takes_params=False)
+
+
+_FORMULAS: Final[tuple[tuple[re.Pattern[str], _Formula], ...]] = tuple(
+    (re.compile(pattern), formula)
+    for pattern, formula in (
+        (r"(NonDynamicallyQuantizable|LoRA)?Linear", _Formula(products.linear)),
+        (r"Conv1D", _Formula(products.conv1d)),
+        (r"Embedding", _Formula(products.embedding)),
+        (r"\w*RMSNorm|T5LayerNorm", _Formula(norms.rms_norm)),
+        (r"LayerNorm", _Formula(norms.layer_norm)),
+        (r"RoPE", _plain(rope.rope)),
+        (r"SiLU(Activation)?", _plain(elementwise.silu)),
+        (r"(New|Fast)?GELU(Activation)?|GELUTanh|PytorchGELUTanh", _plain(elementwise.gelu)),
+        (r"QuickGELU(Activation)?", _plain(elementwise.quick_gelu)),
+        (r"ReLU", _plain(elementwise.relu)),
+        (r"Tanh", _plain(elementwise.tanh)),
+        (r"Sigmoid", _plain(elementwise.sigmoid)),
+        (r"Identity|Dropout", _plain(elementwise.handed_through)),
+        (
+            r"cross_entropy",
+            _Formula(losses.cross_entropy, frozenset({"in", "labels"}), takes_params=False),
+        ),
+    )
+)
+
+_IMPLIED: Final[tuple[tuple[re.Pattern[str], Mapping[str, Any]], ...]] = (
+    (re.compile(r"(Gemma\w*|Qwen3Next)RMSNorm"), {"offset": 1.0}),
+    (re.compile(r"(New|Fast)GELU(Activation)?|GELUTanh|PytorchGELUTanh"), {"approximate": "tanh"}),
+    (re.compile(r"GELUActivation"), {"approximate": "none"}),
+)
+
+
+class Replayer(replaying.Replayer):
+    """Recomputes module calls and losses in float64, from formulas with their sources."""
+
+    stack: ClassVar[str] = "reference"
+
+    def supports(self, op: str) -> bool:
+        return _formula(op) is not None
+
+    def resolve(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        implied = next((given for pattern, given in _IMPLIED if pattern.fullmatch(op)), {})
+        resolved = {**implied, **settings}
+        if op == "RoPE":
+            resolved |= rope.resolve(settings)
+        return resolved
+
+    def replay(self, call: Call) -> Replayed | None:
+        formula = _formula(call.op)
+        if formula is None or formula.ports != call.inputs.keys():
+            return None
+        if call.params and not formula.takes_params:
+            return None
+        return formula.function(call)
+
+
+def _formula(op: str) -> _Formula | None:
+    return next((formula for pattern, formula in _FORMULAS if pattern.fullmatch(op)), None)
