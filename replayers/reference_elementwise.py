@@ -86,9 +86,7 @@ def handed_through(call: Call) -> Replayed | None:
 def _rounded(call: Call, value: Floats, condition: Floats, stores: int) -> Replayed:
     spread = _FUNCTION * arithmetic(call) * condition * np.abs(value)
     times = stores if is_narrow(call) else 1
-    return Replayed(
-        value, together(spread, stored(call, value, times)), f"{call.op} {call.dtype}"
-    )
+    return Replayed(value, together(spread, stored(call, value, times)), f"{call.op} {call.dtype}")
 
 
 def _sigmoid(x: Floats) -> Floats:

@@ -116,7 +116,9 @@ def _lora(call: Call, x: NDArray[Any]) -> Replayed | None:
     added, added_spread = product(call, inner, up)
     passed_on = np.sqrt((inner_spread**2) @ (wide(up) ** 2))
     added = float(scale) * added
-    added_spread = together(float(scale) * together(added_spread, passed_on), stored(call, added, 2))
+    added_spread = together(
+        float(scale) * together(added_spread, passed_on), stored(call, added, 2)
+    )
     if bias is not None:
         value = value + wide(bias)
     if is_narrow(call) or bias is not None:
@@ -143,4 +145,3 @@ def _lora_parts(
         a, b = a.T, b.T
     weight: NDArray[Any] = params[f"{owner}.weight"].T
     return weight, params.get(f"{owner}.bias"), a, b
-

@@ -43,9 +43,13 @@ def rope(call: Call) -> Replayed | None:
     angles = scale * np.arange(x.shape[-2], dtype=np.float64)[:, None] * base**-exponents
     data = wide(x)
     traditional = bool(call.settings.get("traditional"))
-    places = (slice(0, dims, 2), slice(1, dims, 2)) if traditional else (
-        slice(0, dims // 2),
-        slice(dims // 2, dims),
+    places = (
+        (slice(0, dims, 2), slice(1, dims, 2))
+        if traditional
+        else (
+            slice(0, dims // 2),
+            slice(dims // 2, dims),
+        )
     )
     first, second = data[..., places[0]], data[..., places[1]]
     value = data.copy()

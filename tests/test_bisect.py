@@ -176,6 +176,36 @@ def test_generators_that_differ_without_effect_do_not_decide(
     assert any("generators differ" in warning for warning in verdict.warnings)
 
 
+def test_an_idle_generator_does_not_hide_a_later_fault(baseline: Path, tmp_path: Path) -> None:
+    state = np.arange(4, dtype=np.uint32)
+
+    def idle(seed: int, scale: float) -> toy.Fault:
+        def fault(name: str, step: int, value: toy.Array) -> toy.Array:
+            if name == "rng":
+                return state + np.uint32(seed)  # the same at every step: nobody draws
+            return value * np.float32(scale) if name == "act" else value
+
+        return fault
+
+    a = toy.record(tmp_path / "a.zarr", fault=idle(0, 1.0))
+    first = bisect(a, toy.record(tmp_path / "b.zarr", fault=idle(1, 1.01))).first
+    assert first is not None
+    assert first.site == "0/forward/act#0:out"
+
+
+def test_generators_that_were_drawn_from_are_where_the_runs_part(
+    baseline: Path, tmp_path: Path
+) -> None:
+    def fault(name: str, step: int, value: toy.Array) -> toy.Array:
+        if step == 1 and name == "rng":
+            return value + np.uint32(7)
+        return value * np.float32(1.01) if (name, step) == ("act", 1) else value
+
+    first = bisect(baseline, toy.record(tmp_path / "t.zarr", fault=fault)).first
+    assert first is not None
+    assert first.site == "1/rng/python:state"
+
+
 def test_a_longer_finished_run_diverges_where_the_shorter_ends(
     baseline: Path, tmp_path: Path
 ) -> None:
@@ -286,3 +316,29 @@ def test_what_the_input_can_show_is_not_told(tmp_path: Path) -> None:
     twin = adapter(tmp_path / "b", b=0.5, scale=2.0, heads=2, tokens=[3, 5])
     told = [w for w in bisect(showing, twin).warnings if "window" not in w]
     assert told == []
+
+
+def masked(path: Path, mask: np.ndarray) -> Path:
+    value = np.ones((1, 2, 3, 4), np.float32)
+    return build_trace(
+        path,
+        [("0/forward/attn#0:in.attention_mask", mask), ("0/forward/attn#0:out", value)],
+    )
+
+
+CAUSAL = np.tril(np.ones((1, 1, 3, 3), bool))
+ADDITIVE = np.where(CAUSAL, 0.0, np.finfo(np.float32).min).astype(np.float32)
+
+
+@pytest.mark.parametrize("other", [ADDITIVE, np.where(CAUSAL, 0, -np.inf), CAUSAL.astype(int)])
+def test_masks_are_compared_by_what_they_let_be_seen(tmp_path: Path, other: np.ndarray) -> None:
+    a = masked(tmp_path / "a", CAUSAL)
+    assert bisect(a, masked(tmp_path / "b", other)).exit_code == 0
+
+
+@pytest.mark.parametrize("other", [~CAUSAL, np.ones_like(CAUSAL), np.zeros_like(ADDITIVE)])
+def test_masks_of_another_meaning_diverge(tmp_path: Path, other: np.ndarray) -> None:
+    # An inverted mask, and the two ways of hiding nothing.
+    verdict = bisect(masked(tmp_path / "a", CAUSAL), masked(tmp_path / "b", other))
+    assert verdict.first is not None
+    assert verdict.first.site == "0/forward/attn#0:in.attention_mask"

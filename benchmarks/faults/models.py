@@ -6,7 +6,6 @@ import importlib
 from functools import lru_cache
 from typing import Any
 
-import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import torch
@@ -91,7 +90,9 @@ def build_mlx(family: str, config: dict[str, Any]) -> Any:
 @lru_cache(maxsize=32)
 def _initial(family: str, config: tuple[tuple[str, Any], ...]) -> Weights:
     generator = np.random.default_rng(7)
-    model = build_pytorch(family, {k: list(v) if k == "mlp_only_layers" else v for k, v in config})
+    settings = {k: list(v) if k == "mlp_only_layers" else v for k, v in config}
+    with torch.random.fork_rng():  # a run must not notice whether these were cached
+        model = build_pytorch(family, settings)
     weights = {}
     for name, parameter in model.named_parameters():
         noise = generator.standard_normal(tuple(parameter.shape))
@@ -156,7 +157,3 @@ def _separate_experts(weights: Weights) -> Weights:
             separate[name] = array
     return separate
 
-
-def bfloat16_rounded(weights: Weights) -> Weights:
-    """Weights rounded to bfloat16 and back."""
-    return {k: v.astype(ml_dtypes.bfloat16).astype(np.float32) for k, v in weights.items()}

@@ -381,6 +381,19 @@ fault(
     source="D11",
 )
 
+fault(
+    "mlp output times 1.01, other state of an idle generator",
+    f"forward/{L1}.mlp:out",
+    both(put("seed", 1), output(f"{L1}.mlp", scaled(1.01))),
+    pairs="tt mm",
+)
+fault(
+    "learning rate times 1.1, other state of an idle generator",
+    "optimizer/*:hyper",
+    both(put("seed", 1), put("optimizer.lr", 1.1e-3)),
+    pairs="tt",
+)
+
 # ---- forward ------------------------------------------------------------------------------------
 
 
@@ -858,11 +871,17 @@ def _other_heldout(batches: list[Batch]) -> None:
     batches[3] = batches[2]
 
 
-fault("one step more", "trajectory/step:out", put("steps", 3))
+# The evaluation after the last update is part of step 2 in both runs.
+fault(
+    "one step more",
+    "trajectory/step:out forward/root:in rendering/batch.input_ids:out",
+    put("steps", 3),
+    step=2,
+)
 fault(
     "other held-out batch",
     "rendering/eval_batch.input_ids:out trajectory/*:*",
     add("rendering.collated", _other_heldout),
-    step=1,
+    step=2,
 )
 

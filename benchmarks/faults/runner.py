@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import math
@@ -12,6 +13,8 @@ from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.faults import run_mlx, run_pytorch
 from benchmarks.faults.case import Case
@@ -66,6 +69,9 @@ class Bench:
         self._count = 0
         warnings.simplefilter("ignore")
         logging.getLogger("transformers").setLevel(logging.ERROR)
+        torch.set_num_threads(1)
+        gc.collect()
+        gc.freeze()  # recorders look through all objects for optimizers
 
     def run(self, case: Case) -> Result:
         """Raises whatever a job raises; an error of the differ is a result."""

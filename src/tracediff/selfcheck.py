@@ -3,6 +3,8 @@
 A script runs three times, each in a process of its own: twice under the recorder, then once as
 `python SCRIPT ARGS` with nothing of tracediff in it. The two traces are bisected; what the script
 itself produced (exit status, standard output, files) is compared byte by byte between all three.
+Where the unrecorded run differs from both others, it is run once more before the recorder is
+blamed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from tracediff.verdict import ErrorFigures, Verdict
 RUNS: Final = ("recorded-1", "recorded-2", "unrecorded")
 """The three runs in order; the last one's files are left in place, as a plain run would."""
 
+AGAIN: Final = "unrecorded-2"
+"""A fourth run, only where the recorder would be blamed: a plain run may differ from itself."""
+
 STDOUT: Final = "standard output"
 STATUS: Final = "exit status"
 
@@ -41,15 +46,15 @@ class Output:
 
     Attributes:
         name: `exit status`, `standard output`, or the path of a file.
-        mark: `equal` in all three; `varies` between the two recorded runs, which says nothing
-            about the recorder; `changed` where only the unrecorded run has another; `absent` where
-            no run wrote the file.
-        values: One short description per run, as in `RUNS`.
+        mark: `equal` in all runs; `varies` between two recorded or two unrecorded runs, which
+            says nothing about the recorder; `changed` where runs of a kind agree and the kinds do
+            not; `absent` where no run wrote the file.
+        values: Name of the run -> a short description.
     """
 
     name: str
     mark: str
-    values: tuple[str, str, str]
+    values: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +128,21 @@ def selfcheck(job: Job, keep: Path | None = None, progress: Progress | None = No
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tracediff-")))
         folder.mkdir(parents=True, exist_ok=True)
         before = {path: path.read_bytes() if path.exists() else None for path in job.files}
-        found = []
-        for done, name in enumerate(RUNS):
+        found: list[_Run] = []
+        for name in (*RUNS, AGAIN):
+            if name == AGAIN and not any(o.mark == "changed" for o in _outputs(job, found)):
+                break
             if progress:
-                progress(f"run {done + 1} of 3: {name}", done, len(RUNS) + 1)
-            if done:
+                progress(f"run {len(found) + 1}: {name}", len(found), len(RUNS) + 1)
+            if found:
                 _put_back(before)
             found.append(_Run(name, job, folder))
         if progress:
             progress("comparing", len(RUNS), len(RUNS) + 1)
         result = _conclude(job, found)
     if keep is None and result.verdict is not None:  # the traces are gone: nothing to look at
-        return replace(result, verdict=replace(result.verdict, next_command=""), traces=())
+        named = replace(result.verdict, baseline=RUNS[0], target=RUNS[1], next_command="")
+        return replace(result, verdict=named, traces=())
     return result
 
 
@@ -158,7 +166,7 @@ class _Run:
                 shutil.copyfile(path, outputs / f"{number}-{path.name}")
 
     def _command(self, job: Job) -> list[str]:
-        if self.name == "unrecorded":
+        if self.name in ("unrecorded", AGAIN):
             return [sys.executable, job.script, *job.args]
         options = json.dumps(dict(job.recording) | {"output": str(self.trace)})
         # -P: without it, -m would put the working directory on the script's import path.
@@ -244,7 +252,7 @@ def _outcome(
         return "incomparable", verdict.reason
     if varying:
         return "nondeterministic", (
-            f"the recordings are bit-equal, but {_and(varying)} not the same in two equal runs"
+            f"the recordings are bit-equal, but {_and(varying)} not the same in two runs alike"
         )
     if absent:
         return "incomparable", f"no run wrote {_and(absent, verb='')}, so it was not compared"
@@ -278,22 +286,26 @@ def _wobble(rows: Sequence[SiteRow]) -> Wobble | None:
 
 
 def _outputs(job: Job, runs: Sequence[_Run]) -> list[Output]:
-    found = [_output(STATUS, [str(run.status).encode() for run in runs], plain=True)]
+    def output(name: str, contents: Sequence[bytes | None], plain: bool = False) -> Output:
+        described = [_describe(content, contents[0], plain) for content in contents]
+        names = [run.name for run in runs]
+        values = dict(zip(names, described, strict=True))
+        return Output(name=name, mark=_mark(contents), values=values)
+
+    found = [output(STATUS, [str(run.status).encode() for run in runs], plain=True)]
     if job.stdout:
-        found.append(_output(STDOUT, [run.stdout for run in runs]))
-    return found + [_output(str(path), [run.files[path] for run in runs]) for path in job.files]
+        found.append(output(STDOUT, [run.stdout for run in runs]))
+    return found + [output(str(path), [run.files[path] for run in runs]) for path in job.files]
 
 
-def _output(name: str, contents: Sequence[bytes | None], plain: bool = False) -> Output:
-    first, second, unrecorded = contents
-    if first is second is unrecorded is None:
-        mark = "absent"
-    elif first != second:
-        mark = "varies"
-    else:
-        mark = "equal" if first == unrecorded else "changed"
-    described = tuple(_describe(content, first, plain) for content in contents)
-    return Output(name=name, mark=mark, values=described)  # type: ignore[arg-type]
+def _mark(contents: Sequence[bytes | None]) -> str:
+    """The mark of one output; the first two contents are of recorded runs."""
+    if all(content is None for content in contents):
+        return "absent"
+    recorded, unrecorded = set(contents[:2]), set(contents[2:])
+    if len(recorded) > 1 or len(unrecorded) > 1:
+        return "varies"
+    return "equal" if recorded == unrecorded else "changed"
 
 
 def _describe(content: bytes | None, first: bytes | None, plain: bool) -> str:

@@ -15,7 +15,7 @@ from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.options import Options
-from tracediff.events import STAGE_RANK, STAGES
+from tracediff.events import STAGE_RANK, STAGES, Event
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
@@ -42,12 +42,10 @@ def first_of(
     step: Step, traces: tuple[Trace, Trace], passed_over: list[Judged]
 ) -> Judged | Divergence | None:
     """The first divergence of a step that was introduced there and does not heal."""
-    same_stack = traces[0].run.stack == traces[1].run.stack
     introduced = [j for j in step.judged if j.mark == "diverged" and not j.inherited]
-    later = [j for j in step.judged if j.mark == "diverged" and j.event.site.phase != "rng"]
     for judged in introduced:
-        idle = judged.event.site.phase == "rng" and not (same_stack and later)
-        if idle or _healed(judged, step):
+        rng = judged.event.site.phase == "rng"
+        if (rng and not _decides(judged, step, traces)) or _healed(judged, step):
             passed_over.append(judged)
         else:
             lacking = step.missing[0] if step.missing else None
@@ -55,6 +53,35 @@ def first_of(
                 return lacking
             return judged
     return step.missing[0] if step.missing else None
+
+
+def _decides(judged: Judged, step: Step, traces: tuple[Trace, Trace]) -> bool:
+    """Whether a generator's state can be why the runs part: one stack, and numbers were drawn.
+
+    Whether they were is seen from the state at the next step (or, at the last, from the step
+    before). In a run of a single step it cannot be seen; then a dropout has to have diverged.
+    """
+    later = [j for j in step.judged if j.mark == "diverged" and j.event.site.phase != "rng"]
+    if not later or traces[0].run.stack != traces[1].run.stack:
+        return False
+    drawn = [
+        _state_changes(trace, event)
+        for trace, event in zip(traces, (judged.event, judged.pair.target), strict=True)
+    ]
+    if None in drawn:
+        return any("dropout" in j.event.op.lower() for j in later)
+    return any(drawn)
+
+
+def _state_changes(trace: Trace, event: Event) -> bool | None:
+    """Whether a generator's state is another at the neighbouring step; None without one."""
+    site = event.site
+    neighbours = [step for step in (site.step + 1, site.step - 1) if step in trace.steps]
+    for step in neighbours:
+        for other in trace.events(step):
+            if (other.site.phase, other.site.path) == ("rng", site.path):
+                return other.digest != event.digest
+    return None
 
 
 def _healed(judged: Judged, step: Step) -> bool:

@@ -24,6 +24,7 @@ from tracediff.bisection.options import Options
 from tracediff.bisection.referee import Referee, Ruling
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, unit_roundoff
+from tracediff.compare.masks import is_mask_port, visible
 from tracediff.compare.padding import Padding
 from tracediff.errors import TraceError
 from tracediff.events import EXACT_KINDS, STAGE_RANK, Event, Pair
@@ -36,6 +37,9 @@ _ABS_MEAN: Final = FINGERPRINT_FIELDS.index("abs_mean")
 _SMALLEST: Final = 1e-30
 _SUSPECT: Final = 1 / 8
 """Fraction of the cheap bound above which the referee is asked."""
+
+_SHARED: Final = 1 / 8
+"""Fraction of a divergence above which what was computed from it has inherited it."""
 
 _LOADING_ULPS: Final = 2.0
 """Parameters may differ by the rounding of one conversion, and by no more."""
@@ -98,6 +102,8 @@ class StepJudge:
             if a.value == b.value:
                 return Judged(pair, "identical")
             return self._beyond(pair, "text", self._ledger.inherited(pair))
+        if is_mask_port(a.site.port) and (judged := self._judge_mask(pair)):
+            return judged
         shape = b.shape[::-1] if pair.layout == "transposed" else b.shape
         if a.shape != shape:
             return self._beyond(pair, "shape", Level())
@@ -118,6 +124,20 @@ class StepJudge:
         if pair.baseline.site.phase == "environment":
             return Judged(pair, "equivalent", kind="setting")
         return self._beyond(pair, "setting", Level())
+
+    def _judge_mask(self, pair: Pair) -> Judged | None:
+        """An attention mask, by what it lets be seen; None where the values cannot say."""
+        values = self._values(pair)
+        if values is None or pair.baseline.digest == pair.target.digest:
+            return None
+        try:
+            a, b = np.broadcast_arrays(*map(visible, values))
+        except ValueError:
+            return None  # shapes that do not broadcast are a difference of shape
+        figures = measure(a, b, self.padding.counts(pair.baseline, a.shape))
+        if figures.error.differing:
+            return self._beyond(pair, "value", self._ledger.inherited(pair), figures)
+        return Judged(pair, "equivalent")
 
     def _judge_exact(self, pair: Pair) -> Judged:
         kind = pair.baseline.kind if pair.baseline.kind in ("ids", "labels") else "value"
@@ -151,6 +171,8 @@ class StepJudge:
             explained = ruling.within
             within = ruling.within and (within or not inherited.tainted)
             bound = ruling.bound
+        if inherited.tainted and error.rel_l2 > _SHARED * inherited.actual:
+            within = False  # as far apart as what it was computed from: passed on, not rounding
         override = self._options.tolerance(str(pair.baseline.site))
         if override is not None and values is not None:
             within = override.accepts(*values)
@@ -182,9 +204,7 @@ class StepJudge:
         )
         if clear or values is None or not self._referee.knows(pair):
             return None
-        return self._referee.rule(
-            pair, values, self.padding.counts(pair.baseline, values[0].shape)
-        )
+        return self._referee.rule(pair, values, self.padding.counts(pair.baseline, values[0].shape))
 
     def _beyond(
         self,

@@ -221,9 +221,7 @@ class _Case:
     def is_described(self) -> bool:
         apart = np.linalg.norm(self._out[0] - self._out[1])
         allowed = max(float(apart), _LARGEST * float(np.linalg.norm(self._spread)))
-        distances = (
-            np.linalg.norm(o - r) for o, r in zip(self._out, self._reference, strict=True)
-        )
+        distances = (np.linalg.norm(o - r) for o, r in zip(self._out, self._reference, strict=True))
         return float(min(distances)) <= allowed
 
     def explained(self, ratio: float) -> float:

@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 from tracediff import __version__
-from tracediff.cli import bisect, demo, diff, record, selfcheck, show, stacks, verify
+from tracediff.cli import bisect, demo, diff, record, render, selfcheck, show, stacks, verify
 from tracediff.cli.output import flush, tell
 from tracediff.errors import TracediffError
 
@@ -32,6 +32,7 @@ app.command("record", context_settings=_SCRIPT)(record.record)
 app.command("selfcheck", context_settings=_SCRIPT)(selfcheck.selfcheck)
 app.command("bisect")(bisect.bisect)
 app.command("diff")(diff.diff)
+app.command("render")(render.render)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)
 app.command("stacks")(stacks.stacks)

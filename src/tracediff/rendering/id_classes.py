@@ -91,7 +91,7 @@ def _spelling(a: Sequence[int], b: Sequence[int], vocabulary: Vocabulary) -> Cla
             "prefix space", f"a space before the first word after a special token: {shown}"
         )
     for form in ("NFC", "NFKC"):
-        if unicodedata.normalize(form, texts[0]) == unicodedata.normalize(form, texts[1]):  # type: ignore[arg-type]
+        if unicodedata.normalize(form, texts[0]) == unicodedata.normalize(form, texts[1]):
             meaning = f"the tokens' texts are the same after {form}: {shown}"
             return Class("unicode normalisation", meaning, {"form": form})
     return None

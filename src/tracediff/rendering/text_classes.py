@@ -7,11 +7,16 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal
 
 from tracediff.rendering.files import Vocabulary
 
+_Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+
 _SHOWN: Final = 40
+_COMPOSED: Final[tuple[_Form, ...]] = ("NFC", "NFKC")
+_FORMS: Final[tuple[_Form, ...]] = ("NFC", "NFD", "NFKC", "NFKD")
 _LONGEST_PROMPT: Final = 200
 _MONTH: Final = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _DATE: Final = re.compile(
@@ -120,8 +125,8 @@ def _white_space(pair: TextPair) -> Class | None:
 
 
 def _unicode(pair: TextPair) -> Class | None:
-    for form in ("NFC", "NFKC"):
-        if pair.same(lambda text, form=form: unicodedata.normalize(form, text)):  # type: ignore[misc]
+    for form in _COMPOSED:
+        if pair.same(partial(unicodedata.normalize, form)):
             sides = {"baseline": _forms(pair.baseline), "target": _forms(pair.target)}
             told = ", ".join(
                 f"the {side} is {' and '.join(f) or 'in none'}" for side, f in sides.items()
@@ -135,7 +140,7 @@ def _unicode(pair: TextPair) -> Class | None:
 
 
 def _forms(text: str) -> list[str]:
-    return [f for f in ("NFC", "NFD", "NFKC", "NFKD") if unicodedata.is_normalized(f, text)]  # type: ignore[arg-type]
+    return [form for form in _FORMS if unicodedata.is_normalized(form, text)]
 
 
 def _json(pair: TextPair) -> Class | None:
@@ -209,7 +214,7 @@ def bos_class(baseline: int, target: int, token: str) -> Class:
     """The class of two rows that differ only by how many BOS they begin with."""
     counts = {"bos": {"baseline": baseline, "target": target}}
     if max(baseline, target) > 1:
-        meaning = f"{token!r} stands {baseline} times at the start of the baseline and {target} of the target"
+        meaning = f"{token!r} begins the baseline {baseline} times and the target {target} times"
         return Class("BOS twice", f"{meaning}: template and tokenizer both add it", counts)
     side = "baseline" if baseline < target else "target"
     return Class("BOS missing", f"the {side} does not begin with {token!r}", counts)

@@ -14,7 +14,7 @@ from tracediff.report import terminal
 from tracediff.report.json import FORMAT, plain, to_json
 from tracediff.report.marks import mark
 from tracediff.report.text import figure, inert
-from tracediff.selfcheck import RUNS, SelfCheck
+from tracediff.selfcheck import SelfCheck
 
 _MARKS: Final = {
     "unchanged": "identical",
@@ -56,11 +56,11 @@ def _outputs(found: SelfCheck) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column("produced", overflow="fold")
-    for name in RUNS:
+    for name in found.outputs[0].values:
         table.add_column(name, overflow="fold")
     for row in found.outputs:
         shape = mark(_MARKS.get(row.mark, row.mark))
-        cells = (Text(inert(value)) for value in row.values)
+        cells = (Text(inert(value)) for value in row.values.values())
         table.add_row(Text(shape.symbol, shape.style), Text(inert(row.name)), *cells)
     return table
 
@@ -76,11 +76,7 @@ def selfcheck_json(found: SelfCheck) -> dict[str, Any]:
                 "deterministic": None if found.verdict is None else found.wobble is None,
                 "first_differing": asdict(found.wobble) if found.wobble else None,
                 "outputs": [
-                    {
-                        "name": row.name,
-                        "mark": row.mark,
-                        "runs": dict(zip(RUNS, row.values, strict=True)),
-                    }
+                    {"name": row.name, "mark": row.mark, "runs": row.values}
                     for row in found.outputs
                 ],
                 "verdict": to_json(found.verdict) if found.verdict else None,
