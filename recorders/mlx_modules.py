@@ -49,6 +49,10 @@ class ModuleHooks:
 
     Values are evaluated as each call begins and ends. MLX is lazy, but not fused outside of
     `mx.compile`: when an array is evaluated does not change it.
+
+    Attributes:
+        replace: Where it is set, given each recorded call with the orders of its inputs by port
+            (none for a call that a checkpoint repeats), returns the call to make instead.
     """
 
     def __init__(self, state: State, patches: Patches) -> None:
@@ -59,6 +63,7 @@ class ModuleHooks:
         self._thread = 0
         self._batch: tuple[int, ...] | None = None
         self._repeated: Repeated | None = None
+        self.replace: Callable[[Frame, Call, Mapping[str, int]], Call] | None = None
 
     def install(self) -> None:
         self._classes.install()
@@ -133,7 +138,10 @@ class ModuleHooks:
         for segment in state.segments:
             segment.append(frame)
         try:
-            self._emit(tape.emit_in, frame, ports)
+            orders = self._emit(tape.emit_in, frame, ports)
+            if self.replace is not None:
+                call = self.replace(frame, call, orders)
+                ports = call.inputs()
             output = call.run()
             self._emit(tape.emit_out, frame, output_ports(output))
         finally:
@@ -177,13 +185,15 @@ class ModuleHooks:
             if is_integer(array) and (values := self._state.read(array)) is not None:
                 self._state.tape.emit_batch(name, values, call)
 
-    def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> None:
+    def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> dict[str, int]:
+        orders = {}
         attributes = {"skipped": ports.skipped} if ports.skipped else None
         for port, array in ports.arrays:
             if (values := self._state.read(array)) is not None:
                 dims = hidden_dims(array, frame.op, self._batch)
-                emit(frame, port, values, dims=dims, attributes=attributes)
+                orders[port] = emit(frame, port, values, dims=dims, attributes=attributes)
                 attributes = None
+        return orders
 
     # ---- gradients -------------------------------------------------------------------------
 
@@ -278,6 +288,8 @@ class ModuleHooks:
 
     def _repeat(self, call: Call, repeated: Repeated) -> Any:
         frame = repeated.take(self._state.roots.path_of(call.module))
+        if self.replace is not None and frame is not None:
+            call = self.replace(frame, call, {})
         self._state.open.append((call.module, frame))
         try:
             output = call.run()

@@ -46,7 +46,8 @@ class Recorder(recording.Recorder):
         # Undone last: until then a wrapper may still be running.
         patches.on_undo(setattr, state, "active", False)
         CompileHooks(state, patches).install()
-        ModuleHooks(state, patches).install()
+        self.modules = ModuleHooks(state, patches)
+        self.modules.install()
         GradientHooks(state, patches).install()
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()

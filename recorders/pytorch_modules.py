@@ -56,6 +56,8 @@ class ModuleHooks:
 
     Attributes:
         on_call: Called with each module before a call of it is recorded.
+        replace: Where it is set, given each recorded call with the orders of its inputs by port
+            (none for a call that a checkpoint repeats), returns the call to make instead.
     """
 
     def __init__(self, state: State, patches: Patches) -> None:
@@ -67,6 +69,7 @@ class ModuleHooks:
         self._repeated: Iterator[Frame] | None = None
         self._hooked: MutableMapping[Any, Any] = WeakIdKeyDictionary()
         self.on_call: list[Callable[[nn.Module], None]] = []
+        self.replace: Callable[[Frame, Call, Mapping[str, int]], Call] | None = None
 
     def install(self) -> None:
         checkpoint = torch.utils.checkpoint.CheckpointFunction
@@ -136,8 +139,10 @@ class ModuleHooks:
         for callback in self.on_call:
             callback(call.module)
         with self.frame(path, type(call.module).__name__) as (frame, is_new):
-            if is_new:
-                self._emit(self._state.tape.emit_in, frame, ports)
+            orders = self._emit(self._state.tape.emit_in, frame, ports) if is_new else {}
+            if self.replace is not None and frame is not None:
+                call = self.replace(frame, call, orders)
+                ports = call.inputs()
             given = {id(tensor): tensor._version for _, tensor in ports.tensors}
             output = call.run()
             ports = output_ports(output)
@@ -198,15 +203,17 @@ class ModuleHooks:
             if is_integer(tensor) and (array := to_numpy(tensor)) is not None:
                 self._state.tape.emit_batch(name, array, call)
 
-    def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> None:
+    def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> dict[str, int]:
+        orders = {}
         attributes = {"skipped": ports.skipped} if ports.skipped else None
         for port, tensor in ports.tensors:
             if (array := to_numpy(tensor)) is None:
                 self._state.tape.note("tensors without plain values of their own were left out")
                 continue
             dims = hidden_dims(tensor, self._batch)
-            emit(frame, port, array, dims=dims, attributes=attributes)
+            orders[port] = emit(frame, port, array, dims=dims, attributes=attributes)
             attributes = None
+        return orders
 
     # ---- gradients -------------------------------------------------------------------------
 
@@ -239,7 +246,9 @@ class ModuleHooks:
         inputs = [order for frame in frames for order in (*frame.grads, *frame.ins)]
         call = state.backward_call
         port = state.unique(named.path, call, "grad")
-        state.tape.emit("backward", named.path, port, array, call=call, inputs=inputs)
+        state.tape.emit(
+            "backward", named.path, port, array, call=call, dims=named.dims, inputs=inputs
+        )
 
     def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:

@@ -93,10 +93,10 @@ class OptimizerHooks:
             path = self._path(index, parameter)
             inputs = self._load_state(optimizer, path, parameter)
             if parameter.grad is not None and (grad := to_numpy(parameter.grad)) is not None:
-                inputs.append(self._emit(path, "grad", grad, op=op))
+                inputs.append(self._emit(parameter, path, "grad", grad, op=op))
                 square += float(np.square(np.abs(grad).astype(np.float64)).sum())
             hyper = hyper_parameters(optimizer, group, parameter)
-            inputs.append(self._emit(path, "hyper", hyper, op=op))
+            inputs.append(self._emit(parameter, path, "hyper", hyper, op=op))
             with out_of_sight():
                 before = parameter.detach().clone()
             self._pending.append(Updated(index, parameter, before, tuple(inputs)))
@@ -113,13 +113,13 @@ class OptimizerHooks:
             path = self._path(updated.index, parameter)  # a closure may have named it by now
             for name, value in _state_tensors(optimizer, parameter):
                 port = f"state.{name}"
-                inputs.append(self._emit(path, port, value, op=op, inputs=updated.inputs))
+                inputs.append(self._emit(parameter, path, port, value, op, updated.inputs))
             with out_of_sight():
                 difference = parameter.detach() - updated.before
             if (update := to_numpy(difference)) is not None:
-                inputs = [self._emit(path, "update", update, op=op, inputs=inputs)]
+                inputs = [self._emit(parameter, path, "update", update, op, inputs)]
             if (after := to_numpy(parameter)) is not None:
-                self._emit(path, "param", after, op=op, inputs=inputs)
+                self._emit(parameter, path, "param", after, op, inputs)
         self._pending = []
         self._state.tape.advance()
 
@@ -138,8 +138,20 @@ class OptimizerHooks:
             for name, value in _state_tensors(optimizer, parameter)
         ]
 
-    def _emit(self, path: str, port: str, value: Any, op: str, inputs: Sequence[int] = ()) -> int:
-        return self._state.tape.emit("optimizer", path, port, value, op=op, inputs=inputs)
+    def _emit(
+        self,
+        parameter: torch.Tensor,
+        path: str,
+        port: str,
+        value: Any,
+        op: str,
+        inputs: Sequence[int] = (),
+    ) -> int:
+        named = self._state.roots.named(parameter)
+        dims = named.dims if named and np.shape(value) == tuple(parameter.shape) else ()
+        return self._state.tape.emit(
+            "optimizer", path, port, value, op=op, dims=dims, inputs=inputs
+        )
 
     def _trajectory(self, path: str, value: np.float64) -> None:
         call = self._state.tape.next_call("trajectory", path)

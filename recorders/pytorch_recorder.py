@@ -36,7 +36,7 @@ class Recorder(BaseRecorder):
 
     def attach(self) -> None:
         state, patches = self._state, self.patches
-        modules = ModuleHooks(state, patches)
+        self.modules = modules = ModuleHooks(state, patches)
         modules.install()
         RopeHooks(state, patches, modules).install()
         LossHooks(state, patches).install()

@@ -58,11 +58,16 @@ def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass(slots=True)
 class Named:
-    """A parameter or buffer: its first name, its other names, and the modules that hold it."""
+    """A parameter or buffer: its first name, its other names, and the modules that hold it.
+
+    Attributes:
+        dims: Set where a matrix is not stored as (out, in), as `nn.Linear` does.
+    """
 
     path: str
     port: str
     persistent: bool = True
+    dims: tuple[str, ...] = ()
     aliases: list[str] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
 
@@ -161,7 +166,9 @@ class Roots:
             attributes["strides"] = list(tensor.stride())
         if named.port == "buffer":
             attributes["persistent"] = named.persistent
-        self._tape.emit("loading", named.path, named.port, array, attributes=attributes)
+        self._tape.emit(
+            "loading", named.path, named.port, array, dims=named.dims, attributes=attributes
+        )
 
 
 def _named_tensors(
@@ -178,7 +185,9 @@ def _named_tensors(
                 continue
             path = join_path(index, f"{name}.{key}" if name else key)
             persistent = key not in module._non_persistent_buffers_set
-            _, named = found.setdefault(id(tensor), (tensor, Named(path, port, persistent)))
+            transposed = type(module).__name__ == "Conv1D" and tensor.ndim == 2
+            dims = ("in", "out") if transposed else ()  # the linear layer of GPT-2
+            _, named = found.setdefault(id(tensor), (tensor, Named(path, port, persistent, dims)))
             if path != named.path:
                 named.aliases.append(path)
             named.owners.append(join_path(index, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
@@ -143,6 +143,22 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
         fields = dataclasses.fields(value)
         return [(field.name, getattr(value, field.name, None)) for field in fields]
     return None
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Rebuilds plain tuples, lists and dictionaries with `function` applied to their tensors.
+
+    Containers of any other class are returned as they are: they may have an identity.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(child, function) for child in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(child, function) for child in value))
+    if type(value) is dict:
+        return {key: map_tensors(child, function) for key, child in value.items()}
+    return value
 
 
 def input_ports(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ports:

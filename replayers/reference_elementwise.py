@@ -28,7 +28,7 @@ def silu(call: Call) -> Replayed:
 
 
 def quick_gelu(call: Call) -> Replayed:
-    """`x sigmoid(1.702 x)`. Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2."""
+    """`x sigmoid(1.702 x)`. Hendrycks and Gimpel, "Gaussian error linear units", 2016."""
     data = wide(call.inputs["in"])
     return _rounded(call, data * _sigmoid(1.702 * data), 1 + np.abs(data), stores=3)
 

@@ -59,12 +59,13 @@ def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, 
     """`x W` in float64, and the spread of its accumulation in the call's arithmetic.
 
     Rounding errs at each of the K partial sums s_k by up to `u |s_k|`, so the variance is
-    `u**2 / 3 * sum_k s_k**2`. In no particular order of the terms p_i the partial sums are a random
-    walk with the drift `k/K y`: `E s_k**2 <= k/K Q + (k/K)**2 y**2` with `Q = sum p_i**2 = X**2
-    W**2`, which gives `u**2 K (Q/6 + y**2/9)`. For terms of like size `sqrt(K Q)` is about
-    `|X| |W|`, without the further `sqrt(K)` of the bound for data of one sign (Higham and Mary 2019,
-    theorem 3.1; 2020, theorem 2.4 for data of mean zero); where a few channels dominate, it stays
-    right where `|X| |W|` alone is too small.
+    `u**2 / 3 * sum_k s_k**2`. With the terms p_i in no particular order, the partial sums are a
+    random walk with the drift `k/K y`: `E s_k**2 <= k/K Q + (k/K)**2 y**2`, where Q is the sum of
+    `p_i**2`, which is `X**2 W**2`. That gives `u**2 K (Q/6 + y**2/9)`.
+
+    For terms of like size `sqrt(K Q)` is about `|X| |W|`, without the further `sqrt(K)` of the
+    bound for data of one sign (Higham and Mary 2019, theorem 3.1; 2020 for data of mean zero);
+    where a few channels dominate, it stays right and `u |X| |W|` would be too small.
 
     Operands that the hardware cuts short (TF32, bfloat16) add their own rounding of each term.
     """

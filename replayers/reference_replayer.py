@@ -70,6 +70,10 @@ class Replayer(replaying.Replayer):
     def supports(self, op: str) -> bool:
         return _formula(op) is not None
 
+    def is_by_rows(self, op: str) -> bool:
+        formula = _formula(op)
+        return formula is not None and formula.function in (products.linear, products.conv1d)
+
     def resolve(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         implied = next((given for pattern, given in _IMPLIED if pattern.fullmatch(op)), {})
         resolved = {**implied, **settings}

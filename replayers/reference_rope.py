@@ -30,7 +30,8 @@ def rope(call: Call) -> Replayed | None:
     store the tables, and each product.
 
     Args:
-        call: `in` of shape (..., sequence, head_dim). Settings: `base`, `dims`, `traditional`, `scale` of the positions, which count from 0.
+        call: `in` of shape (..., sequence, head_dim). Settings: `base`, `dims`, `traditional`,
+            and `scale` of the positions, which count from 0.
     """
     x, base = call.inputs["in"], call.settings.get("base")
     if x.ndim < 2 or not isinstance(base, int | float) or base <= 0:

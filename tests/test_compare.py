@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from tracediff.compare import max_ulp, measure, recognise
-from tracediff.compare.figures import largest_deviations, unit_roundoff
+from tracediff.compare.figures import (
+    largest_deviations,
+    one_conversion_apart,
+    unit_roundoff,
+)
 from tracediff.compare.optimizers import adam_update, residual
 from tracediff.compare.settings import equal
 
@@ -178,3 +182,12 @@ def test_updates_that_flip_with_a_rounded_gradient_are_explained_by_their_states
 )
 def test_settings_are_equal_up_to_spelling(a: object, b: object, same: bool) -> None:
     assert equal(a, b) is same
+
+
+def test_one_wrong_weight_in_bfloat16_is_no_conversion() -> None:
+    weight = (np.random.default_rng(3).normal(size=(64, 64)) / 8).astype(ml_dtypes.bfloat16)
+    assert one_conversion_apart(weight, weight.astype(np.float32))
+    assert one_conversion_apart(RANDOM, RANDOM.astype(ml_dtypes.bfloat16))
+    wrong = weight.astype(np.float32)
+    wrong[5, 7] += 0.05
+    assert not one_conversion_apart(weight, wrong.astype(ml_dtypes.bfloat16))

@@ -48,6 +48,10 @@ _BATCH_KINDS: Final = {
 }
 
 
+Given = Callable[[Site], NDArray[Any] | None]
+"""What a call is to be run on in place of the value it computed at an input's site, or None."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Which payloads and sketches are kept.
@@ -207,6 +211,21 @@ class Tape:
         order = self._emit_call(frame, port, array, frame.available(), **extra)
         frame.outs.append(order)
         return order
+
+    def give(self, frame: Frame, ports: Mapping[str, int]) -> None:
+        """Says that a call runs on given values instead of those recorded at its inputs.
+
+        What the call computes then does not depend on them: the event at port `given`, which lists
+        the ports, takes their place.
+
+        Args:
+            ports: Port -> order of the event that was recorded there.
+        """
+        order = self.emit(
+            "forward", frame.path, "given", sorted(ports), call=frame.call, op=frame.op
+        )
+        replaced = set(ports.values())
+        frame.ins[:] = [*(kept for kept in frame.ins if kept not in replaced), order]
 
     def emit_grad(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
         """Records the gradient of the loss with respect to an output of a past call.

@@ -67,6 +67,11 @@ class Replayer(ABC):
     def supports(self, op: str) -> bool:
         """Whether calls of `op` can be recomputed, given all that they need."""
 
+    def is_by_rows(self, op: str) -> bool:
+        """Whether `op` is costly and treats all but the last dimension of `in` as so many rows that
+        do not depend on each other, so that a few of them can stand for the rest."""
+        return False
+
     def resolve(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings of a call under the names that `replay` reads, defaults of its class and
         of the configuration filled in, so that two stacks' settings can be told apart by name."""

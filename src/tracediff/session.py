@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +47,8 @@ def record(
     overwrite: bool = False,
     argv: Sequence[str] = (),
     source: str = "",
+    settings: Mapping[str, Any] | None = None,
+    recorder: Callable[[Tape], Recorder] | None = None,
 ) -> Iterator[Tape]:
     """Records everything that runs inside the `with` block into a trace.
 
@@ -57,6 +59,8 @@ def record(
         level: `digest` or `module`.
         steps: Steps whose payloads are kept, such as `0:3,100`; all by default.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
+        settings: Further settings of the run, for the manifest.
+        recorder: Makes the recorder; by default that of the stack.
 
     Raises:
         UsageError: An option is out of its range.
@@ -65,22 +69,22 @@ def record(
     """
     policy = Policy(level=level, steps=parse_steps(steps), sketch_every=sketch_every)
     stack = stack or imported()
-    recorder_class = load_recorder(stack)
+    make = recorder or load_recorder(stack)
     run = Run(
         stack=stack,
         argv=tuple(argv or sys.argv),
         level=level,
         source_digest=digest_value(source).hex() if source else "",
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        settings={"steps": steps, "sketch_every": sketch_every},
+        settings={"steps": steps, "sketch_every": sketch_every, **(settings or {})},
     )
     writer = TraceWriter(output, run, overwrite=overwrite)
     tape = Tape(writer, policy)
-    recorder = recorder_class(tape)
-    tape.emit_settings(_environment(recorder))
+    attachable = make(tape)
+    tape.emit_settings(_environment(attachable))
     _watch_generators(tape)
     try:
-        with attached(recorder), _recorded_warnings(tape):
+        with attached(attachable), _recorded_warnings(tape):
             yield tape
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # `sys.exit(main())` that went well
@@ -101,6 +105,8 @@ def record_script(
     steps: str | None = None,
     sketch_every: int = 100,
     overwrite: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    recorder: Callable[[Tape], Recorder] | None = None,
 ) -> Run:
     """Runs a Python script as `python SCRIPT ARGS` would, under a recorder.
 
@@ -127,6 +133,8 @@ def record_script(
                 sketch_every=sketch_every,
                 overwrite=overwrite,
                 argv=argv,
+                settings=settings,
+                recorder=recorder,
                 source=path.read_text(encoding="utf-8", errors="replace"),
             ) as tape,
             _as_main(path, argv),

@@ -6,7 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from typing import Any, Final, cast
 
 from tracediff.errors import StackError
-from tracediff.recording import Recorder
+from tracediff.recording import Given, Recorder, Tape
 from tracediff.replaying import Replayer
 
 FRAMEWORKS: Final[Mapping[str, str]] = {"pytorch": "torch", "mlx": "mlx"}
@@ -72,7 +72,18 @@ def load_replayer(name: str) -> type[Replayer]:
     return cast("type[Replayer]", _load("replayer", name))
 
 
-def _load(kind: str, name: str) -> Any:
+def load_substituter(name: str) -> Callable[[Tape, Given], Recorder]:
+    """Imports what records a stack while calls of modules run on given inputs.
+
+    It is the class `Substituter` beside the stack's replayer.
+
+    Raises:
+        StackError: As `load_recorder` does, or the stack has none.
+    """
+    return cast("Callable[[Tape, Given], Recorder]", _load("replayer", name, "Substituter"))
+
+
+def _load(kind: str, name: str, attribute: str = "") -> Any:
     for entry in _entry_points(kind):
         if entry.name == name:
             return entry.load()
@@ -83,7 +94,11 @@ def _load(kind: str, name: str) -> Any:
     framework = FRAMEWORKS.get(name)
     if framework and importlib.util.find_spec(framework) is None:
         raise StackError(f"stack {name!r} needs {framework}: pip install 'tracediff-ml[{name}]'")
-    return getattr(importlib.import_module(f"tracediff.{kind}s.{name}_{kind}"), kind.capitalize())
+    module = importlib.import_module(f"tracediff.{kind}s.{name}_{kind}")
+    found = getattr(module, attribute or kind.capitalize(), None)
+    if found is None:
+        raise StackError(f"{kind} {name!r} has no {attribute or kind.capitalize()}: use another")
+    return found
 
 
 def guess(script: Path) -> str:

@@ -141,6 +141,22 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a replay by substitution decided in the forward pass.
+
+    Attributes:
+        decided: Sites of which it says anything.
+        introduced: Sites that err on the baseline's own inputs, in the order of execution.
+        inherited: How many divergent sites do not.
+    """
+
+    trace: str
+    decided: int = 0
+    introduced: tuple[str, ...] = ()
+    inherited: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The result of `bisect`: outcome, first divergence and the evidence around it.
 
@@ -168,6 +184,7 @@ class Verdict:
     trajectory: tuple[tuple[int, str, float, float], ...] = ()
     warnings: tuple[str, ...] = ()
     next_command: str = ""
+    replayed: Replayed | None = None
     cost: Cost = field(default_factory=Cost)
 
     @property

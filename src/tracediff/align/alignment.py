@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tracediff.align.modules import map_by_order
-from tracediff.align.names import Rules, canonical, layout, parent
+from tracediff.align.names import STORED_IN_OUT, Rules, canonical, layout, parent
 from tracediff.align.samples import SAMPLE, map_samples
 from tracediff.events import Event, Pair, Site
 
@@ -152,8 +152,10 @@ class _Matching:
 
     def _pair(self, a: Event, b: Event, label: str) -> None:
         name = canonical(self.stacks[0], a.site.path)
-        flipped = self.rules.is_transposed(a.site.path)
-        kind = "transposed" if flipped else layout(*self.stacks, name)
+        by_name = layout(*self.stacks, name) == "transposed"
+        by_dims = (a.dims == STORED_IN_OUT) != (b.dims == STORED_IN_OUT)
+        flipped = self.rules.is_transposed(a.site.path) or by_name != by_dims
+        kind = "transposed" if flipped else "same"
         self.pairs.append(Pair(a, b, label, kind if len(a.shape) == 2 else "same"))
         if a.site.phase in ("forward", "trajectory"):
             self.paths.setdefault(b.site.path, a.site.path)

@@ -28,6 +28,7 @@ _ALIASES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
         (r"\.lora_b$", ".lora_B"),
         (r"^(batch|eval_batch)\.inputs$", r"\1.input_ids"),
         (r"^(batch|eval_batch)\.targets$", r"\1.labels"),
+        (r"\.switch_mlp\.down_proj\.weight$", ".experts.down_proj"),  # one matrix for each expert
     ),
 }
 """Per stack: pattern and replacement, applied in order, onto a vocabulary of their own.
@@ -38,6 +39,9 @@ Names that are equal as they stand are paired before any of these is tried.
 _TRANSPOSED: Final[Mapping[str, re.Pattern[str]]] = {
     "mlx": re.compile(r"\.lora_[AB]$"),  # (in, r) and (r, out), where peft has (r, in), (out, r)
 }
+
+STORED_IN_OUT: Final = ("in", "out")
+"""Dimensions of a matrix that a recorder knows to be stored the other way round than (out, in)."""
 
 
 @dataclass(frozen=True, slots=True)

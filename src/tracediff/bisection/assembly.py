@@ -111,6 +111,8 @@ class Assembly:
         self._warnings = _warnings(traces)
 
     def verdict(self) -> Verdict:
+        if self._options.noise is not None:
+            self._warnings.append(self._options.noise.told())
         passed_over: list[Judged] = []
         first = next(
             (f for s in self._steps if (f := first_of(s, self._traces, passed_over)) is not None),

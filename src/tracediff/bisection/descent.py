@@ -13,7 +13,10 @@ from tracediff.bisection import missing
 from tracediff.bisection.assembly import Assembly, Step, first_of
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
+from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
+from tracediff.bisection.referee import Referee
+from tracediff.bisection.replayed import AsGiven, Replay, is_replay
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
 from tracediff.verdict import (
@@ -46,6 +49,8 @@ def bisect(
     min_coverage: float = 0.9,
     rtol: Sequence[str] = (),
     atol: Sequence[str] = (),
+    noise: Path | str | None = None,
+    replayed: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Compares two traces and names the first site at which they part.
@@ -55,6 +60,8 @@ def bisect(
         rules: A rules file with names of your own, see docs/alignment.md.
         min_coverage: Fraction of events that must be compared for a clean verdict.
         rtol, atol: `PATTERN=VALUE`, tolerances that replace the bound at matching sites.
+        noise: A replicate of the baseline, whose differences from it widen the bounds.
+        replayed: A replay of the target with the baseline, which decides what is introduced.
 
     Raises:
         TraceError: A trace cannot be read.
@@ -64,9 +71,14 @@ def bisect(
     options = _options(rules, min_coverage, rtol, atol)
     with ExitStack() as stack:
         traces = _opened(baseline, stack), _opened(target, stack)
+        if noise is not None:
+            options = replace(options, noise=Noise(traces[0], _opened(noise, stack)))
+        replay = _replay(traces, replayed, options, stack)
         steps = []
         for step in _steps(traces, options, progress):
             steps.append(step)
+            if replay is not None:
+                replay.decide(step)
             if first_of(step, traces, []) is not None:
                 break
         verdict = Assembly(traces, steps, options).verdict()
@@ -76,7 +88,8 @@ def bisect(
             events=2 * sum(len(step.judged) for step in steps),
             seconds=time.perf_counter() - started,
         )
-    return replace(verdict, cost=cost)
+        decided = replay.result() if replay is not None else None
+    return replace(verdict, cost=cost, replayed=decided)
 
 
 def diff(
@@ -86,6 +99,7 @@ def diff(
     rules: Path | None = None,
     rtol: Sequence[str] = (),
     atol: Sequence[str] = (),
+    noise: Path | str | None = None,
     progress: Progress | None = None,
 ) -> list[SiteRow]:
     """Compares two traces at every site of every common step.
@@ -96,6 +110,8 @@ def diff(
     options = _options(rules, 0.0, rtol, atol)
     with ExitStack() as stack:
         traces = _opened(baseline, stack), _opened(target, stack)
+        if noise is not None:
+            options = replace(options, noise=Noise(traces[0], _opened(noise, stack)))
         return [row for step in _steps(traces, options, progress) for row in _rows(step)]
 
 
@@ -128,6 +144,15 @@ def _opened(trace: Path | str | Trace, stack: ExitStack) -> Trace:
     return trace if isinstance(trace, Trace) else stack.enter_context(Trace(Path(trace)))
 
 
+def _replay(
+    traces: tuple[Trace, Trace], path: Path | str | None, options: Options, stack: ExitStack
+) -> Replay | None:
+    if path is None:
+        return None
+    trace = _opened(path, stack)
+    return Replay(traces, trace, _steps((traces[0], trace), options, None))
+
+
 def _steps(
     traces: tuple[Trace, Trace], options: Options, progress: Progress | None
 ) -> Iterator[Step]:
@@ -140,7 +165,11 @@ def _steps(
             progress(f"step {number}", done, len(common))
         events = traces[0].events(number), traces[1].events(number)
         alignment = _comparable(align(*events, stacks, options.rules), stacks)
-        judge = StepJudge(traces, alignment, events, state, options)
+        referee = None
+        if is_replay(traces[1].run):
+            sides = traces[0], AsGiven(*traces, alignment)
+            referee = Referee(sides, events, state.memory)
+        judge = StepJudge(traces, alignment, events, state, options, referee)
         judged = judge.run()
         yield Step(number, alignment, judged, judge, missing.missing(alignment, stacks))
     if progress:

@@ -23,7 +23,7 @@ from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
 from tracediff.bisection.referee import Referee, Ruling
 from tracediff.compare import bounds, optimizers, settings
-from tracediff.compare.figures import Figures, measure, unit_roundoff
+from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
 from tracediff.compare.masks import is_mask_port, visible
 from tracediff.compare.padding import Padding
 from tracediff.errors import TraceError
@@ -36,7 +36,7 @@ _L2: Final = FINGERPRINT_FIELDS.index("l2")
 _ABS_MEAN: Final = FINGERPRINT_FIELDS.index("abs_mean")
 _SMALLEST: Final = 1e-30
 _SUSPECT: Final = 1 / 8
-"""Fraction of the cheap bound above which the referee is asked."""
+"""Fraction of the cheap bound above which the referee looks at the whole of a costly operation."""
 
 _SHARED: Final = 1 / 8
 """Fraction of a divergence above which what was computed from it has inherited it."""
@@ -60,6 +60,7 @@ class StepJudge:
         events: tuple[Sequence[Event], Sequence[Event]],
         state: State,
         options: Options,
+        referee: Referee | None = None,
     ) -> None:
         self._traces = traces
         self._alignment = alignment
@@ -69,7 +70,7 @@ class StepJudge:
         self._events = events
         for memory, side in zip(state.memory, events, strict=True):
             memory.begin(side)
-        self._referee = Referee(traces, events, state.memory)
+        self._referee = referee or Referee(traces, events, state.memory)
         self._params_after = {
             pair.baseline.site.path: pair
             for pair in alignment.pairs
@@ -162,17 +163,18 @@ class StepJudge:
         bound, explained = self._bound(pair, inherited, error, values)
         level = _passed_on(pair, inherited, error.rel_l2)
         ruling = self._ruling(pair, figures, bound, values)
-        within = error.rel_l2 <= bound.rel_l2 and (
-            error.estimated
-            or pair.baseline.site.phase not in ("loading", "forward")
-            or error.max_rel <= bounds.ELEMENT_HEADROOM * bound.rel_l2
-        )
+        within = _within(pair, error, bound)
+        if pair.baseline.site.phase == "loading" and values is not None:
+            within = one_conversion_apart(*values)
         if ruling is not None:
             explained = ruling.within
             within = ruling.within and (within or not inherited.tainted)
             bound = ruling.bound
         if inherited.tainted and error.rel_l2 > _SHARED * inherited.actual:
             within = False  # as far apart as what it was computed from: passed on, not rounding
+        noisy = self._options.widened(pair.baseline, bound, self.padding)
+        if noisy is not None:
+            bound, within = noisy, within or _within(pair, error, noisy)
         override = self._options.tolerance(str(pair.baseline.site))
         if override is not None and values is not None:
             within = override.accepts(*values)
@@ -197,14 +199,15 @@ class StepJudge:
         bound: Bound,
         values: tuple[NDArray[Any], NDArray[Any]] | None,
     ) -> Ruling | None:
-        """The referee's word on a pair whose error is not far below its cheap bound."""
+        """The referee's word on a pair; a spot check will do where the cheap bound is far off."""
         error = figures.error
         clear = error.rel_l2 <= _SUSPECT * bound.rel_l2 and (
             error.max_rel <= _SUSPECT * bounds.ELEMENT_HEADROOM * bound.rel_l2
         )
-        if clear or values is None or not self._referee.knows(pair):
+        if values is None or not error.differing or not self._referee.knows(pair):
             return None
-        return self._referee.rule(pair, values, self.padding.counts(pair.baseline, values[0].shape))
+        counts = self.padding.counts(pair.baseline, values[0].shape)
+        return self._referee.rule(pair, values, counts, spot=clear)
 
     def _beyond(
         self,
@@ -351,6 +354,15 @@ def read_pair(traces: tuple[Trace, Trace], pair: Pair) -> tuple[NDArray[Any], ND
     if np.void in (a.dtype.type, b.dtype.type):
         raise TraceError(f"{pair.baseline.site}: the payload's dtype is unknown")
     return a, b.T if pair.layout == "transposed" else b
+
+
+def _within(pair: Pair, error: ErrorFigures, bound: Bound) -> bool:
+    """Whether the error of the whole, and of its worst element, is what the bound allows."""
+    return error.rel_l2 <= bound.rel_l2 and (
+        error.estimated
+        or pair.baseline.site.phase not in ("loading", "forward")
+        or error.max_rel <= bounds.ELEMENT_HEADROOM * bound.rel_l2
+    )
 
 
 def _passed_on(pair: Pair, inherited: Level, error: float) -> Level:

@@ -12,7 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align import Rules
+from tracediff.bisection.noise import Noise
+from tracediff.compare.padding import Padding
 from tracediff.errors import UsageError
+from tracediff.events import Event
+from tracediff.verdict import Bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +34,26 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Raises `UsageError` where `min_coverage` is no fraction."""
+    """Raises `UsageError` where `min_coverage` is no fraction.
+
+    Attributes:
+        noise: A replicate of the baseline, whose differences widen the bounds.
+    """
 
     rules: Rules = field(default_factory=Rules)
     min_coverage: float = 0.9
     tolerances: tuple[Tolerance, ...] = ()
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_coverage <= 1:
             raise UsageError(
                 f"--min-coverage is {self.min_coverage:g}: give a fraction from 0 to 1"
             )
+
+    def widened(self, event: Event, bound: Bound, padding: Padding) -> Bound | None:
+        """The bound that a replicate asks for at a site, or None where the derived one holds."""
+        return self.noise.widen(event, bound, padding) if self.noise else None
 
     def tolerance(self, site: str) -> Tolerance | None:
         """The tolerances of all patterns that match, the later one winning, or None."""

@@ -14,6 +14,13 @@ Html = Annotated[
     typer.Option("--html", metavar="PATH", help="Write the report as one HTML file."),
 ]
 
+Replayed = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="R", help="A replay of B with A: what errs there is introduced, the rest inherited."
+    ),
+]
+
 
 def bisect(
     baseline: options.Baseline,
@@ -24,6 +31,8 @@ def bisect(
     min_coverage: options.MinCoverage = 0.9,
     rtol: options.Rtol = None,
     atol: options.Atol = None,
+    noise: options.Noise = None,
+    replayed: Replayed = None,
 ) -> int:
     """Name the first place at which two runs of the same job part."""
     # Imported here, as in every command: `--help` must not wait for zarr.
@@ -41,6 +50,8 @@ def bisect(
             min_coverage=min_coverage,
             rtol=rtol or (),
             atol=atol or (),
+            noise=noise,
+            replayed=replayed,
             progress=progress,
         )
     if html is not None:

@@ -21,6 +21,7 @@ def diff(
     rules: options.Rules = None,
     rtol: options.Rtol = None,
     atol: options.Atol = None,
+    noise: options.Noise = None,
 ) -> int:
     """Compare two traces at every site, and list them all."""
     from tracediff import bisection
@@ -30,7 +31,13 @@ def diff(
     output.check_writable(json)
     with output.progress() as progress:
         found = bisection.diff(
-            baseline, target, rules=rules, rtol=rtol or (), atol=atol or (), progress=progress
+            baseline,
+            target,
+            rules=rules,
+            rtol=rtol or (),
+            atol=atol or (),
+            noise=noise,
+            progress=progress,
         )
     rows = select(found, stage, step)
     if json is not None:

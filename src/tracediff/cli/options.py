@@ -42,6 +42,12 @@ Atol = Annotated[
         help="Absolute tolerance for the sites that match; may be repeated.",
     ),
 ]
+Noise = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="C", help="A replicate of A: how far it is from A is allowed to B as well."
+    ),
+]
 
 Script = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="The Python script to run, unchanged.")

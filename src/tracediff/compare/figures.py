@@ -140,6 +140,28 @@ def unit_roundoff(dtype: str) -> float:
     return float(ml_dtypes.finfo(resolved).eps) / 2  # type: ignore[no-untyped-call]
 
 
+def one_conversion_apart(baseline: NDArray[Any], target: NDArray[Any]) -> bool:
+    """Whether each element of one array is the other's after one rounding to the coarser dtype.
+
+    Element by element, so that one wrong weight among millions shows; two units in the last place
+    are allowed for, and two of the smallest subnormals.
+    """
+    coarser = max((baseline.dtype.name, target.dtype.name), key=unit_roundoff)
+    roundoff, tiny = unit_roundoff(coarser), _smallest(coarser)
+    for a, b, _ in _blocks(_flat(baseline), _flat(target), None):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        with np.errstate(invalid="ignore"):
+            close = np.abs(a - b) <= 2 * roundoff * np.maximum(np.abs(a), np.abs(b)) + 2 * tiny
+        if not (same | close).all():
+            return False
+    return True
+
+
+def _smallest(dtype: str) -> float:
+    info = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, dtype, dtype)))  # type: ignore[no-untyped-call]
+    return float(info.smallest_subnormal)
+
+
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array).reshape(-1)
 

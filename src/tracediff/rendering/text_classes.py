@@ -38,6 +38,7 @@ _SYSTEM: Final = re.compile(
 )
 _ROLE: Final = re.compile(r"<?\|?\b(system|developer|user|assistant|tool|model)\b(?:\|?>|\n|:)")
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_NUMBER: Final = re.compile(r"-?\d[\d.eE+-]*")
 _SEPARATOR: Final = re.compile(r"[,:{}\[\]]\s*")
 
 
@@ -150,15 +151,16 @@ def _json(pair: TextPair) -> Class | None:
         return None
     spans = [(x, y) for x, y in zip(a[1], b[1], strict=True) if x != y]
     how = []
-    if any(json.dumps(json.loads(x)) != json.dumps(json.loads(y)) for x, y in spans):
+    if any(_compact(json.loads(x)) != _compact(json.loads(y)) for x, y in spans):
         how.append("order of keys")
     if any(_separators(x) != _separators(y) for x, y in spans):
         how.append("separators")
     if any(sorted(_STRING.findall(x)) != sorted(_STRING.findall(y)) for x, y in spans):
         how.append("escapes")
-    ways = ", ".join(how) or "spelling of numbers"
-    meaning = f"the same JSON value is written in two ways, which differ in: {ways}"
-    return Class("JSON serialisation", meaning, {"ways": how})
+    if any(_numbers(x) != _numbers(y) for x, y in spans):
+        how.append("spelling of numbers")
+    meaning = f"the same JSON value is written in two ways, which differ in: {', '.join(how)}"
+    return Class("JSON serialisation", f"{meaning}; {_what(pair)}", {"ways": how})
 
 
 def _json_spans(text: str) -> tuple[str, list[str]]:
@@ -172,10 +174,27 @@ def _json_spans(text: str) -> tuple[str, list[str]]:
             value, end = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError):
             continue
-        out += [text[start : match.start()], json.dumps(value, sort_keys=True)]
+        out += [text[start : match.start()], _compact(value, sort_keys=True)]
         spans.append(text[match.start() : end])
         start = end
     return "".join([*out, text[start:]]), spans
+
+
+def _compact(value: Any, *, sort_keys: bool = False) -> str:
+    return json.dumps(_plain_numbers(value), sort_keys=sort_keys)
+
+
+def _plain_numbers(value: Any) -> Any:
+    """A JSON value in which floats that are whole are integers: JavaScript knows only one kind."""
+    if isinstance(value, dict):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _numbers(span: str) -> list[str]:
+    return sorted(_NUMBER.findall(_STRING.sub('""', span)))
 
 
 def _separators(span: str) -> set[str]:
