@@ -1,5 +1,6 @@
 # make demo   find a real divergence on a real fine-tune, mend it, and find a planted one
 # make test   every test
+# make faults the whole fault benchmark; writes docs/accuracy.md
 # Each creates .venv with the versions of constraints.txt on its first call.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-quick lint format venv clean
+.PHONY: demo test test-quick faults lint format venv clean
 
 demo: $(STAMP)
 	$(BIN)/tracediff demo
@@ -18,6 +19,9 @@ test: $(STAMP)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+faults: $(STAMP)
+	$(BIN)/python -m benchmarks.faults --json faults.json --markdown docs/accuracy.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

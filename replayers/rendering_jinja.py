@@ -67,6 +67,7 @@ def _tokenizer(path: Path) -> Any:
 def _environment() -> minijinja.Environment:
     """An environment with the functions and options that chat templates are written for."""
     return minijinja.Environment(
+        debug=False,  # errors in one line, without the source around them
         auto_escape_callback=lambda name: False,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -15,7 +15,9 @@ from tracediff.compare.figures import (
     unit_roundoff,
 )
 from tracediff.compare.optimizers import adam_update, residual
+from tracediff.compare.padding import Padding
 from tracediff.compare.settings import equal
+from tracediff.events import Event, Site
 
 
 def test_figures_of_a_known_difference() -> None:
@@ -191,3 +193,23 @@ def test_one_wrong_weight_in_bfloat16_is_no_conversion() -> None:
     wrong = weight.astype(np.float32)
     wrong[5, 7] += 0.05
     assert not one_conversion_apart(weight, wrong.astype(ml_dtypes.bfloat16))
+
+
+def test_padding_never_hides_labels_or_masks() -> None:
+    padding = Padding([np.array([[1, 1, 0]])])
+    site = Site(0, "rendering", "batch.labels")
+    assert padding.counts(Event(site=site, order=0, kind="labels"), (1, 3)) is None
+    assert padding.counts(Event(site=site, order=0, kind="mask"), (1, 3)) is None
+    counts = padding.counts(Event(site=site, order=0, kind="ids"), (1, 3))
+    assert counts is not None
+    assert counts.tolist() == [[True, True, False]]
+
+
+def test_logits_of_ignored_targets_do_not_count() -> None:
+    trained = {("loss.cross_entropy", 0): np.array([True, False, True])}
+    padding = Padding([], trained=trained)
+    event = Event(site=Site(0, "loss", "loss.cross_entropy", 0, "in"), order=0)
+    counts = padding.counts(event, (3, 7))
+    assert counts is not None
+    assert counts[:, 0].tolist() == [True, False, True]
+    assert padding.counts(event, (4, 7)) is None

@@ -156,4 +156,3 @@ def _separate_experts(weights: Weights) -> Weights:
         else:
             separate[name] = array
     return separate
-

@@ -163,7 +163,7 @@ fault(
 )
 fault(
     "batches in another order",
-    "rendering/batch.input_ids:out",
+    "rendering/batch.input_ids:out rendering/batch.inputs:out",
     add("rendering.collated", _swapped),
     pairs="tt tm mm",
     source="D14",
@@ -488,7 +488,9 @@ fault(
     "forward/model.layers.0.self_attn.rope:out",
     add(
         "built",
-        lambda model: [setattr(layer.self_attn.rope, "traditional", True) for layer in model.layers],
+        lambda model: [
+            setattr(layer.self_attn.rope, "traditional", True) for layer in model.layers
+        ],
     ),
     pairs="tm mm",
     families="llama qwen3",
@@ -638,7 +640,10 @@ fault(
 )
 fault(
     "dropout off",
-    "forward/*layers.0.self_attn.q_proj.lora_dropout*:out loading/*lora_dropout*",
+    {
+        "tt": "forward/*layers.0.self_attn.q_proj.lora_dropout*:out",
+        "mm": "forward/*layers.0.self_attn.q_proj.dropout:out",
+    },
     put("lora", Lora(dropout=0.0)),
     pairs="tt mm",
     common=DROPOUT,
@@ -884,4 +889,3 @@ fault(
     add("rendering.collated", _other_heldout),
     step=2,
 )
-

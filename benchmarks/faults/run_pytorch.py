@@ -160,10 +160,11 @@ def _loss(job: Job, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _optimizer(job: Job, parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
     plan = job.optimizer
-    groups = [
-        {"params": [p], "weight_decay": 0.0 if plan.no_decay(name) else plan.weight_decay}
-        for name, p in parameters.items()
-    ]
+    plain = [p for name, p in parameters.items() if plan.no_decay(name)]
+    decayed = [p for name, p in parameters.items() if not plan.no_decay(name)]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": plan.weight_decay}]
+    if plain:
+        groups.append({"params": plain, "weight_decay": 0.0})
     if plan.kind == "SGD":
         return torch.optim.SGD(groups, lr=plan.lr, momentum=plan.momentum)
     make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, plan.kind)

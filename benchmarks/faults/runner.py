@@ -110,9 +110,7 @@ class Bench:
             _RUN[job.stack](job)
         return path
 
-    def _judge(
-        self, case: Case, sides: tuple[Path, Path], real: bool, effect: float
-    ) -> Result:
+    def _judge(self, case: Case, sides: tuple[Path, Path], real: bool, effect: float) -> Result:
         result = Result(
             id=case.id,
             name=case.name,

@@ -94,8 +94,8 @@ def table(results: Sequence[Result], facts: dict[str, Any]) -> str:
         lines.append(f"{result.id}: {result.why}")
         if result.expected:
             lines.append(f"    expected {result.expected}")
-    for name in ("not_real", "twins_not_genuine", "small_effect_kinds"):
-        lines.append(f"{name}: {', '.join(facts[name]) or '-'}")
+    names = ("not_real", "twins_not_genuine", "small_effect_kinds")
+    lines += [f"{name}: {', '.join(facts[name]) or '-'}" for name in names]
     lines.append(f"{len(results)} cases in {facts['seconds']} s")
     return "\n".join(lines)
 
@@ -127,7 +127,12 @@ def markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
         "",
         "## What went wrong",
         "",
-        *([f"- `{r.id}`: {r.why}" + (f" (expected {r.expected})" if r.expected else "")
-           for r in wrong] or ["Nothing."]),
+        *(
+            [
+                f"- `{r.id}`: {r.why}" + (f" (expected {r.expected})" if r.expected else "")
+                for r in wrong
+            ]
+            or ["Nothing."]
+        ),
     ]
     return "\n".join(lines) + "\n"

@@ -108,8 +108,13 @@ twin("padded further", put("rendering.pad_to", 24), pairs="tt tm")
 twin("another seed, nothing drawn", put("seed", 1), pairs="tt mm")
 twin("NumPy's generator drawn from", add("seeded", lambda: __import__("numpy").random.rand(3)))
 twin("fused RMSNorm", output("model.layers.0.input_layernorm", _rms_norm), dtypes=BOTH)
-twin("projection summed in halves", output("model.layers.0.mlp.up_proj", _split_product), dtypes=BOTH)
-twin("gate and up in one product", _built(lambda m: replace_call(find(m, "model.layers.0.mlp"), _one_matrix)))
+twin(
+    "projection summed in halves", output("model.layers.0.mlp.up_proj", _split_product), dtypes=BOTH
+)
+twin(
+    "gate and up in one product",
+    _built(lambda m: replace_call(find(m, "model.layers.0.mlp"), _one_matrix)),
+)
 twin("key-value heads relabelled", add("weights", _kv_heads_swapped), pairs="tt tm")
 twin("positions shifted alike", _built(_positions_shifted), dtypes=BOTH)
 twin("rows in another order", add("rendering.collated", _reversed_rows))

@@ -65,7 +65,10 @@ def explain(
 ) -> Divergence:
     """The divergence with its pattern, largest deviations and the settings that bear on it."""
     bare = divergence(judged)
-    relevant = tuple(setting for setting in environment if _bears_on(setting[0], bare.path))
+    relevant = (
+        *_attributes(judged),
+        *(setting for setting in environment if _bears_on(setting[0], bare.path)),
+    )
     if judged.kind == "setting":
         return replace(bare, **_explain_setting(judged))
     if judged.kind == "text":
@@ -107,6 +110,15 @@ def neighbours(stage: Sequence[Judged], first: Judged) -> tuple[Neighbour, ...]:
         )
         for judged in around
     )
+
+
+def _attributes(judged: Judged) -> tuple[Setting, ...]:
+    """How a loss was reduced and over how many targets, where the two sides differ in that."""
+    a, b = judged.pair.baseline, judged.pair.target
+    if a.site.phase != "loss":
+        return ()
+    found = settings.differing(a.attributes, b.attributes)
+    return tuple((f"{a.site.path}.{name}", x, y) for name, (x, y) in found.items())
 
 
 def _explain_setting(judged: Judged) -> dict[str, Any]:

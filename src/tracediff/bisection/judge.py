@@ -333,7 +333,21 @@ class StepJudge:
             self._masks(events, "batch.attention_mask"),
             self._masks(events, "eval_batch.attention_mask"),
             calls,
+            self._trained(events[0]),
         )
+
+    def _trained(self, events: Sequence[Event]) -> dict[tuple[str, int], NDArray[np.bool_]]:
+        """Which targets each loss function counts, by its path and call."""
+        losses = {
+            (e.site.path, e.site.call, e.site.port): e for e in events if e.site.phase == "loss"
+        }
+        trained = {}
+        for (path, call, port), event in losses.items():
+            ignored = event.attributes.get("ignore_index")
+            labels = losses.get((path, call, "labels"))
+            if port == "out" and isinstance(ignored, int) and labels and labels.payload:
+                trained[path, call] = self._traces[0].array(labels) != ignored
+        return trained
 
     def _masks(
         self, events: tuple[Sequence[Event], Sequence[Event]], path: str

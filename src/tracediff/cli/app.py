@@ -12,7 +12,18 @@ import typer
 from typer.main import get_command
 
 from tracediff import __version__
-from tracediff.cli import bisect, demo, diff, record, render, selfcheck, show, stacks, verify
+from tracediff.cli import (
+    bisect,
+    demo,
+    diff,
+    record,
+    render,
+    replay,
+    selfcheck,
+    show,
+    stacks,
+    verify,
+)
 from tracediff.cli.output import flush, tell
 from tracediff.errors import TracediffError
 
@@ -29,6 +40,7 @@ app = typer.Typer(
 )
 _SCRIPT = {"allow_interspersed_args": False}  # what follows SCRIPT is the script's, `--` or not
 app.command("record", context_settings=_SCRIPT)(record.record)
+app.command("replay", context_settings=_SCRIPT)(replay.replay)
 app.command("selfcheck", context_settings=_SCRIPT)(selfcheck.selfcheck)
 app.command("bisect")(bisect.bisect)
 app.command("diff")(diff.diff)

@@ -25,19 +25,30 @@ class Padding:
         masks: Sequence[NDArray[Any]],
         eval_masks: Sequence[NDArray[Any]] = (),
         calls: Mapping[str, int] | None = None,
+        trained: Mapping[tuple[str, int], NDArray[Any]] | None = None,
     ) -> None:
         """
         Args:
             masks: One array (batch, sequence) per model call, non-zero where a token counts.
             eval_masks: The same for the evaluations, whose values are of stage `trajectory`.
             calls: Calls per path in the step, which relate `#call` to the model call.
+            trained: Path and call of a loss function -> boolean array of the shape of its targets,
+                False where it ignores one.
         """
         self._masks = [np.asarray(mask).astype(bool) for mask in masks]
         self._eval_masks = [np.asarray(mask).astype(bool) for mask in eval_masks]
         self._calls = calls or {}
+        self._trained = trained or {}
 
     def counts(self, event: Event, shape: tuple[int, ...]) -> Mask | None:
         """Boolean mask broadcastable to `shape`, or None where every element counts."""
+        if event.kind in ("labels", "mask"):
+            return None  # what they say of padding is just what has to be compared
+        if event.site.phase == "loss":
+            trained = self._trained.get((event.site.path, event.site.call))
+            if trained is None or shape[: trained.ndim] != trained.shape:
+                return None
+            return trained.reshape(*trained.shape, *(1,) * (len(shape) - trained.ndim))
         mask = self._mask_of(event)
         if mask is None or mask.all() or not shape:
             return None

@@ -271,11 +271,11 @@ def _thinking(pair: TextPair) -> Class | None:
     if not pair.same(lambda text: _THINKING.sub("", text)):
         return None
     counts = [len(_THINKING.findall(text)) for text in (pair.baseline, pair.target)]
-    return Class(
-        "thinking block",
-        f"only thinking blocks differ, {counts[0]} in the baseline and {counts[1]} in the target",
-        {"blocks": {"baseline": counts[0], "target": counts[1]}},
-    )
+    meaning = f"only thinking blocks differ: {counts[0]} in the baseline, {counts[1]} in the target"
+    if counts[0] == counts[1]:
+        meaning = f"only what thinking blocks hold differs: {_what(pair)}"
+    blocks = {"baseline": counts[0], "target": counts[1]}
+    return Class("thinking block", meaning, {"blocks": blocks})
 
 
 def _system(pair: TextPair) -> Class | None:

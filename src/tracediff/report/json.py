@@ -41,6 +41,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
                     {"step": step, "name": name, "baseline": baseline, "target": target}
                     for step, name, baseline, target in verdict.trajectory
                 ],
+                "replayed": asdict(verdict.replayed) if verdict.replayed else None,
                 "warnings": verdict.warnings,
                 "next_command": verdict.next_command,
                 "cost": asdict(verdict.cost),
