@@ -176,7 +176,7 @@ class ModuleHooks:
             gradient.root_calls += 1
             if gradient.root_calls > 1:
                 return
-            if any(is_integer(array) for _, array in gradient.batch.arrays):
+            if any(is_integer(array) for _, array in gradient.batch.tensors):
                 ports = gradient.batch
         self._emit_batch(ports, self._state.tape.next_call("rendering", "batch"))
 
@@ -188,7 +188,7 @@ class ModuleHooks:
     def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> dict[str, int]:
         orders = {}
         attributes = {"skipped": ports.skipped} if ports.skipped else None
-        for port, array in ports.arrays:
+        for port, array in ports.tensors:
             if (values := self._state.read(array)) is not None:
                 dims = hidden_dims(array, frame.op, self._batch)
                 orders[port] = emit(frame, port, values, dims=dims, attributes=attributes)
@@ -204,9 +204,11 @@ class ModuleHooks:
         """
         if self._state.gradient is None:
             return output
-        given = {id(array) for _, array in inputs.arrays}
+        given = {id(array) for _, array in inputs.tensors}
         ports = {
-            id(array): port for port, array in output_ports(output).arrays if id(array) not in given
+            id(array): port
+            for port, array in output_ports(output).tensors
+            if id(array) not in given
         }
 
         def tap(array: mx.array) -> mx.array:

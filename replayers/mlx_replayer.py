@@ -34,7 +34,7 @@ class Substituter(Recorder):
     def _replace(self, frame: Frame, call: Call, orders: Mapping[str, int]) -> Call:
         new: dict[int, mx.array] = {}
         ports = []
-        for port, array in call.inputs().arrays:
+        for port, array in call.inputs().tensors:
             value = self._given(Site(frame.step, "forward", frame.path, frame.call, port))
             if value is not None and tuple(array.shape) == value.shape:
                 new[id(array)] = _in_place_of(array, value)

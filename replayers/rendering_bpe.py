@@ -16,7 +16,7 @@ from tracediff.rendering.files import read_files
 from tracediff.rendering.records import Record
 from tracediff.rendering.routes import RefusedError, Rendered, RouteError
 from tracediff.rendering.routes import Route as BaseRoute
-from tracediff.replayers.reference_bpe import ByteLevelBPE, UnsupportedError
+from tracediff.replayers.byte_level_bpe import ByteLevelBPE, UnsupportedError
 
 
 class Route(BaseRoute):

@@ -38,6 +38,8 @@ UNICODE = {
     "bidirectional": "a\u202eb\u202c שלום مرحبا",
     "astral": "𝔘𝔫𝔦 𠜎 \U0010ffff \U0001e900",
     "new letters": "\U00031350 \U0001fae8 \ua7dc \U00010d4a \U000105c0",
+    "new marks": "a\u1df6\u0301",
+    "next line": "a \u0085b \u0085",
     "long s": "it'ſ he'S IT'LL",
     "digits": "1234567 ١٢٣ ₁₂ Ⅷ ½",
     "case": "eBay iPhone HTMLParser",

@@ -8,10 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rendering_tokenizer import (
+    BOS,
+    BOS_FIRST,
+    EOS,
+    FIRST,
+    MERGED,
+    PREFIX_SPACE,
+    SPLIT_AT_B,
+    TEMPLATE,
+    need_js,
+    tokenizer_json,
+)
 
 from tracediff.cli import main
 from tracediff.rendering.checking import Check, broken_prefix, check
-from tracediff.rendering.files import byte_of_character
 from tracediff.rendering.records import Settings, read_records
 from tracediff.rendering.routes import Rendered, Route, names, open_route
 
@@ -19,71 +30,8 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("minijinja")
 pytest.importorskip("regex")
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-BOS, EOS, PAD, FIRST = 0, 1, 2, 3
-ORDER = sorted(byte_of_character(), key=lambda character: byte_of_character()[character])
-"""The byte-level alphabet in the order of its bytes: byte b has the ID b + FIRST."""
-MERGES = [["a", "b"], ["Ġ", "a"], ["ab", "c"]]
-MERGED = {"ab": 259, "Ġa": 260, "abc": 261}
 MESSAGES = [{"role": "user", "content": "dose?"}, {"role": "assistant", "content": "abc"}]
 Write = Callable[..., Path]
-
-
-def tokenizer_json(**changes: Any) -> dict[str, Any]:
-    """A byte-level BPE of 256 bytes, three merges and three special tokens, written by hand."""
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    vocab = {"<s>": BOS, "</s>": EOS, "<pad>": PAD}
-    added = [{"id": i, "content": c, "special": True, **special} for c, i in vocab.items()]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "post_processor": None,
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocab | {c: FIRST + byte for byte, c in enumerate(ORDER)} | MERGED,
-            "merges": MERGES,
-        },
-        **changes,
-    }
-
-
-BOS_FIRST = {
-    "type": "TemplateProcessing",
-    "single": [
-        {"SpecialToken": {"id": "<s>", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ],
-    "pair": [
-        {"Sequence": {"id": "A", "type_id": 0}},
-        {"Sequence": {"id": "B", "type_id": 1}},
-    ],
-    "special_tokens": {"<s>": {"id": "<s>", "ids": [BOS], "tokens": ["<s>"]}},
-}
 
 
 @pytest.fixture
@@ -161,16 +109,6 @@ def opened(spec: str) -> Route:
     return open_route(spec).route
 
 
-def need_js() -> None:
-    from tracediff.rendering.routes import RouteError
-    from tracediff.replayers.rendering_js import packages
-
-    try:
-        packages()
-    except RouteError as error:
-        pytest.skip(str(error))
-
-
 def test_the_routes_that_the_help_lists_are_there() -> None:
     assert set(names()) == {"hf", "hf2", "mlx", "jinja", "bpe", "js"}
 
@@ -193,7 +131,7 @@ TEXT_FAULTS = {
     "generation prompt": ("a</s>", "a</s><|assistant|>", 5),
     "system default": ("<|user|>a", "<|system|>You are kind.</s><|user|>a", 2),
     "unicode normalisation": ("dose é", "dose e\u0301", 5),
-    "date": ("Today: 26 Jul 2024.", "Today: {{ '29 Nov 2026' }}.", 7),
+    "date": ("Today: 26 Jul 2024.", "Today: {{ '29 Nov 2026' }}.", 8),
     "thinking block": ("a<think>\n\n</think>\n\nb", "ab", 1),
     "BOS twice": ("<s>a", "<s><s>a", 3),
     "BOS missing": ("<s>a", "a", 0),
@@ -246,18 +184,10 @@ def test_bos_by_template_and_by_tokenizer_is_told_with_counts(
     }
 
 
-SPLIT_DIGITS = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {"type": "Split", "pattern": {"String": "b"}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    ],
-}
-PREFIX_SPACE = {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
 ID_FAULTS: dict[str, tuple[str, dict[str, Any], list[int], list[int]]] = {
     "split pattern": (
         "abc",
-        {"pre_tokenizer": SPLIT_DIGITS},
+        {"pre_tokenizer": SPLIT_AT_B},
         [MERGED["abc"]],
         by_hand("abc"),
     ),
@@ -265,7 +195,7 @@ ID_FAULTS: dict[str, tuple[str, dict[str, Any], list[int], list[int]]] = {
         "<s>ab",
         {"pre_tokenizer": PREFIX_SPACE},
         [BOS, MERGED["ab"]],
-        [BOS, MERGED["Ġa"], *by_hand("b")],
+        [BOS, *by_hand(" "), MERGED["ab"]],
     ),
     "content becomes a control token": (
         "c</s>",
@@ -326,7 +256,7 @@ def test_a_refusal_by_one_route_is_a_difference_and_by_all_is_none(
 def test_a_template_file_gives_texts_and_the_ids_of_the_others_are_still_compared(
     folder: Write, data: Callable[..., Path]
 ) -> None:
-    clean, split = folder("a"), folder("b", pre_tokenizer=SPLIT_DIGITS)
+    clean, split = folder("a"), folder("b", pre_tokenizer=SPLIT_AT_B)
     specs = [f"jinja:{clean / 'chat_template.jinja'}", f"bpe:{clean}", f"bpe:{split}"]
     result = run(specs, data())
     (finding,) = result.findings.values()
@@ -422,6 +352,17 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     assert main(["render", str(data()), *arguments]) == 2
     printed = capsys.readouterr().err
     assert told in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_files_that_a_library_cannot_read_are_one_sentence(
+    folder: Write, data: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder("a", pre_tokenizer={"type": "Unheard"})
+    command = ["render", str(data()), "--route", f"jinja:{path}", "--route", f"bpe:{path}"]
+    assert main(command) == 2
+    printed = capsys.readouterr().err
+    assert f"route 'jinja:{path}' cannot be opened" in printed
     assert len(printed.splitlines()) == 1
 
 

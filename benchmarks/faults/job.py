@@ -56,6 +56,7 @@ class Loss:
     smoothing: float = 0.0
     scale: float = 1.0
     upcast: bool = True
+    reversed_sum: bool = False
     fused: bool = True
 
 
@@ -98,6 +99,8 @@ class Job:
         stepped: Called after each update with the runner of the stack and the step.
         seeded: Called after the seeds are set, before anything is built.
         patches: Owner, name and value of attributes set for the duration of the run (PyTorch).
+        averaged_late: Gradients are divided by the number of micro-batches after they are summed,
+            where otherwise each loss is divided.
         own_labels: The model is given the labels and computes the loss itself (PyTorch).
     """
 
@@ -112,6 +115,7 @@ class Job:
     compiled: bool = False
     evaluate: bool = True
     own_labels: bool = False
+    averaged_late: bool = False
     checkpointed: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     rendering: Rendering = field(default_factory=Rendering)

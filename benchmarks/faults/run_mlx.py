@@ -27,6 +27,7 @@ class Runner:
         mx.random.seed(job.seed)
         for edit in job.seeded:
             edit()
+        self.parts = 1  # micro-batches that a loss is divided by
         self.batches = batches(job.rendering)
         self.model = _model(job)
         self.optimizer = _optimizer(job)
@@ -34,6 +35,7 @@ class Runner:
     def train(self) -> None:
         job, plan = self.job, self.job.optimizer
         self.model.train()
+        self.parts = 1 if job.averaged_late else job.accumulate
         gradient = nn.value_and_grad(self.model, self.loss)
         for step in range(job.steps):
             self.optimizer.learning_rate = plan.lr * plan.schedule(step)
@@ -42,7 +44,7 @@ class Runner:
                 inputs, labels = _arrays(self.batches[index % len(self.batches)])
                 _, grads = gradient(self.model, inputs, labels)
                 total = grads if total is None else tree_map(mx.add, total, grads)
-            if job.accumulate > 1:
+            if job.accumulate > 1 and job.averaged_late:
                 total = tree_map(lambda g: g / job.accumulate, total)
             flat = dict(tree_flatten(total))
             for edit in job.graded:
@@ -56,6 +58,7 @@ class Runner:
                 after(self, step)
         if job.evaluate:
             self.model.eval()
+            self.parts = 1
             mx.eval(self.loss(self.model, *_arrays(self.batches[-1])))
 
     def loss(self, model: Any, inputs: mx.array, labels: mx.array) -> mx.array:
@@ -69,7 +72,8 @@ class Runner:
         targets = mx.where(mask, labels, 0)
         each = nn.losses.cross_entropy(logits, targets, label_smoothing=plan.smoothing)
         counts = {"tokens": mask.sum(), "elements": labels.size, "rows": labels.shape[0]}
-        return (each * mask).astype(mx.float32).sum() / counts[plan.denominator] * plan.scale
+        loss = (each * mask).astype(mx.float32).sum() / counts[plan.denominator] * plan.scale
+        return loss / self.parts if self.parts > 1 else loss
 
 
 def run(job: Job) -> None:
@@ -119,7 +123,7 @@ def _add_lora(model: Any, job: Job) -> None:
 def _optimizer(job: Job) -> Any:
     plan = job.optimizer
     if plan.kind == "SGD":
-        return optim.SGD(plan.lr, momentum=plan.momentum)
+        return optim.SGD(plan.lr, momentum=plan.momentum, weight_decay=plan.weight_decay)
     options: dict[str, Any] = {
         "betas": list(plan.betas),
         "eps": plan.eps,

@@ -45,7 +45,11 @@ class Runner:
             micro = range(step * job.accumulate, (step + 1) * job.accumulate)
             for index in micro:
                 loss = self.loss(self.batches[index % len(self.batches)])
-                (loss / job.accumulate if job.accumulate > 1 else loss).backward()
+                whole = job.accumulate == 1 or job.averaged_late
+                (loss if whole else loss / job.accumulate).backward()
+            if job.accumulate > 1 and job.averaged_late:
+                for parameter in self.parameters.values():
+                    parameter.grad /= job.accumulate
             self._edit_gradients(step)
             if plan.clip is not None:
                 self._clip(plan.clip)
@@ -155,7 +159,8 @@ def _loss(job: Job, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         label_smoothing=plan.smoothing,
     )
     counts = {"tokens": mask.sum(), "elements": targets.numel(), "rows": labels.shape[0]}
-    return (each * mask).sum() / counts[plan.denominator] * plan.scale
+    total = (each * mask).flip(0).cumsum(0)[-1] if plan.reversed_sum else (each * mask).sum()
+    return total / counts[plan.denominator] * plan.scale
 
 
 def _optimizer(job: Job, parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:

@@ -123,6 +123,18 @@ twin("adapter", pairs="tm", common=put("lora", Lora()), dtypes=BOTH)
 twin("adapter, eager against SDPA", put("attention", "sdpa"), common=put("lora", Lora()))
 twin("micro-batches", pairs="tm", common=put("accumulate", 2), dtypes=BOTH)
 twin(
+    "micro-batches averaged after their sum",
+    put("averaged_late", True),
+    pairs="tt tm",
+    common=put("accumulate", 2),
+)
+twin(
+    "loss summed in another order",
+    put("loss.reversed_sum", True),
+    common=put("loss.fused", False),
+    dtypes=BOTH,
+)
+twin(
     "SGD with momentum",
     pairs="tm",
     common=both(put("optimizer.kind", "SGD"), put("optimizer.momentum", 0.9)),

@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 _SCRIPT = {"allow_interspersed_args": False}  # what follows SCRIPT is the script's, `--` or not
 app.command("record", context_settings=_SCRIPT)(record.record)
-app.command("replay", context_settings=_SCRIPT)(replay.replay)
+app.command("replay")(replay.replay)
 app.command("selfcheck", context_settings=_SCRIPT)(selfcheck.selfcheck)
 app.command("bisect")(bisect.bisect)
 app.command("diff")(diff.diff)

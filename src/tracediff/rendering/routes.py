@@ -102,7 +102,14 @@ def open_route(spec: str) -> Named:
         if error.name and error.name.startswith("tracediff"):
             raise
         raise RouteError(f"route {name!r} needs {error.name}: pip install {error.name}") from None
-    return Named(spec, cast("type[Route]", module.Route)(Path(path)))
+    try:
+        return Named(spec, cast("type[Route]", module.Route)(Path(path)))
+    except TracediffError:
+        raise
+    except Exception as error:  # a foreign library may raise anything about files it cannot read
+        told = " ".join(str(error).split())[:300]
+        message = f"{type(error).__name__}: {told}; check the files with another route"
+        raise RouteError(f"route {spec!r} cannot be opened: {message}") from error
 
 
 def shared(first: Route, second: Route) -> list[str]:

@@ -96,9 +96,9 @@ class Class:
 def classify_text(pair: TextPair) -> Class:
     """The first class that explains the whole difference, or else the bare kind of edit."""
     for find in (
+        _json,
         _white_space,
         _unicode,
-        _json,
         _date,
         _special_tokens,
         _generation_prompt,

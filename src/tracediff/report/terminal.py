@@ -85,6 +85,7 @@ class _Page:
                 elide(inert(verdict.last_agreeing), room), "not dim"
             )
         yield from self.also()
+        yield from self.replayed()
         yield from self.trajectory()
         yield from self.environment()
         yield from self.coverage()
@@ -241,6 +242,20 @@ class _Page:
             line.append(elide(inert(other.site), max(20, self.width - 30)))
             yield line.append(f"  {inert(other.pattern or other.kind)}", "dim")
         yield from self.more(len(others))
+
+    def replayed(self) -> Iterator[RenderableType]:
+        found = self.verdict.replayed
+        if found is None:
+            return
+        yield from self.title("By replay on the baseline's inputs")
+        line = (
+            f"{count(found.decided, 'site')} decided: {len(found.introduced):,} introduced, "
+            f"{found.inherited:,} inherited"
+        )
+        yield Text(f"  {line}")
+        for site in found.introduced[:_SHOWN]:
+            yield Text("  ").append(self.mark("diverged")).append(f" {inert(site)}")
+        yield from self.more(len(found.introduced))
 
     def trajectory(self) -> Iterator[RenderableType]:
         rows = self.verdict.trajectory
