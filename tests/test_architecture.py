@@ -17,6 +17,7 @@ TIERS = (
     {"errors", "events"},
     {"verdict"},
     {"trace"},
+    {"tape"},
     {"recording", "replaying", "compare", "rendering"},
     {"recorders"},
     {"replayers"},

@@ -1,0 +1,359 @@
+"""The tape that every recorder writes on.
+
+It knows steps, call counts, execution order, data-flow edges, summaries and which payloads to keep,
+so that recorders stay small and all of them record alike.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.errors import UsageError
+from tracediff.events import EXACT_KINDS, Event, Site
+from tracediff.trace import TraceWriter
+from tracediff.trace.summary import digest, digest_value, fingerprint, sketch
+
+LEVELS: Final = ("digest", "module")
+
+SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
+"""Stages whose events carry the line of the user's code that caused them."""
+
+_HERE: Final = Path(__file__).resolve().parent
+_NOT_USER_CODE: Final = (
+    "<",
+    sys.base_prefix,
+    str(_HERE),
+    *(str((_HERE / name).resolve()) for name in ("recorders", "replayers")),
+)
+
+_BATCH_KINDS: Final = {
+    "labels": "labels",
+    "targets": "labels",
+    "attention_mask": "mask",
+    "loss_mask": "mask",
+    "mask": "mask",
+}
+
+
+Given = Callable[[Site], NDArray[Any] | None]
+"""What a call is to be run on in place of the value it computed at an input's site, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Which payloads and sketches are kept.
+
+    Attributes:
+        level: `digest` keeps no tensor payloads, `module` keeps them at module boundaries.
+        steps: Steps whose payloads are kept, or None for all.
+        sketch_every: At level `digest`, steps at which every event keeps a sketch. State
+            (parameters, optimizer) keeps one at every step.
+    """
+
+    level: str = "module"
+    steps: Sequence[range] | None = None
+    sketch_every: int = 100
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise UsageError(f"level {self.level!r} is unknown: use one of {', '.join(LEVELS)}")
+        if self.sketch_every < 1:
+            raise UsageError(f"--sketch-every is {self.sketch_every}: it must be 1 or more")
+
+    def keeps_payload(self, step: int, phase: str, kind: str) -> bool:
+        if kind in EXACT_KINDS or phase in ("rendering", "rng"):
+            return True
+        if self.level == "digest":
+            return False
+        return self.steps is None or any(step in steps for steps in self.steps)
+
+    def keeps_sketch(self, step: int, phase: str) -> bool:
+        return phase in ("loading", "optimizer") or step < 3 or step % self.sketch_every == 0
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """One call of one module while it runs, and afterwards what its gradients flow from."""
+
+    path: str
+    call: int
+    op: str
+    phase: str
+    parent: Frame | None
+    source: str = ""
+    ins: list[int] = field(default_factory=list)
+    outs: list[int] = field(default_factory=list)
+    grads: list[int] = field(default_factory=list)
+    children: list[Frame] = field(default_factory=list)
+    step: int = 0
+
+    def available(self) -> tuple[int, ...]:
+        """Orders of what code in this call can have computed with so far."""
+        return (*self.ins, *(out for child in self.children for out in child.outs))
+
+    def downstream(self) -> tuple[int, ...]:
+        """Orders of what the gradient of this call's output can have been computed from."""
+        if self.parent is None:
+            return tuple(self.outs)
+        later = self.parent.children[self.parent.children.index(self) + 1 :]
+        siblings = (order for frame in later for order in (*frame.grads, *frame.outs))
+        return (*self.outs, *self.parent.grads, *siblings)
+
+
+class Tape:
+    """Numbers, summarises and writes the events of a run, step by step.
+
+    Values are summarised and written before `emit` returns, so a recorder may pass a view of a
+    live tensor: an in-place operation afterwards cannot alter what was recorded.
+    """
+
+    def __init__(self, writer: TraceWriter, policy: Policy) -> None:
+        self.writer = writer
+        self.policy = policy
+        self.step = 0
+        self.evaluating = False
+        self.root_calls = 0
+        self._order = 0
+        self._calls: dict[tuple[str, str], int] = defaultdict(int)
+        self._stack: list[Frame] = []
+        self._frames: dict[str, Frame] = {}
+        self._lock = threading.RLock()
+        self._notes: list[str] = []
+        self._fingerprints: dict[tuple[bytes, str], tuple[float, ...]] = {}
+        self.on_step_start: list[Callable[[], None]] = []
+        self._step_started = False
+        self.seen_model = False
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def start_step(self) -> None:
+        """Runs `on_step_start` once per step, before the first call of a model in it."""
+        if not self._step_started:
+            self._step_started = True
+            for callback in self.on_step_start:
+                callback()
+
+    def advance(self) -> None:
+        """Commits the events of the current step and begins the next one."""
+        with self._lock:
+            self.writer.commit_step()
+            self.step += 1
+            self._order = 0
+            self.root_calls = 0
+            self._calls.clear()
+            self._frames.clear()
+            self._fingerprints.clear()
+            self._step_started = False
+
+    def note(self, text: str) -> None:
+        """Adds a sentence to the manifest, once."""
+        if text not in self._notes:
+            self._notes.append(text)
+            self.writer.add_note(text)
+
+    # ---- calls -----------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Frame | None:
+        """The innermost call that is running."""
+        return self._stack[-1] if self._stack else None
+
+    def next_call(self, phase: str, path: str) -> int:
+        """Counts calls of a path within a phase and step, from 0."""
+        call = self._calls[phase, path]
+        self._calls[phase, path] = call + 1
+        return call
+
+    def enter(self, path: str, op: str, *, phase: str = "forward", source: str = "") -> Frame:
+        """Begins a call; every call entered must be left with `exit`, in reverse order."""
+        parent = self.current
+        source = source or (parent.source if parent else user_line())
+        frame = Frame(path, self.next_call(phase, path), op, phase, parent, source)
+        frame.step = self.step
+        self.seen_model = True
+        if parent is not None:
+            parent.children.append(frame)
+        self._stack.append(frame)
+        self._frames[path] = frame
+        return frame
+
+    def exit(self, frame: Frame) -> None:
+        """Ends a call, and any call inside it that an exception left open."""
+        while self._stack and self._stack.pop() is not frame:
+            pass
+
+    def frame_of(self, path: str) -> Frame | None:
+        """The last call of `path` in this step."""
+        return self._frames.get(path)
+
+    def emit_in(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
+        """Records an input of a call. Its inputs are what the calling code could have used."""
+        inputs = frame.parent.available() if frame.parent else ()
+        order = self._emit_call(frame, port, array, inputs, **extra)
+        frame.ins.append(order)
+        return order
+
+    def emit_out(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
+        """Records an output of a call, computed from its inputs and its children's outputs."""
+        order = self._emit_call(frame, port, array, frame.available(), **extra)
+        frame.outs.append(order)
+        return order
+
+    def give(self, frame: Frame, ports: Mapping[str, int]) -> None:
+        """Says that a call runs on given values instead of those recorded at its inputs.
+
+        What the call computes then does not depend on them: the event at port `given`, which lists
+        the ports, takes their place.
+
+        Args:
+            ports: Port -> order of the event that was recorded there.
+        """
+        order = self.emit(
+            "forward", frame.path, "given", sorted(ports), call=frame.call, op=frame.op
+        )
+        replaced = set(ports.values())
+        frame.ins[:] = [*(kept for kept in frame.ins if kept not in replaced), order]
+
+    def emit_grad(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
+        """Records the gradient of the loss with respect to an output of a past call.
+
+        Where the call was in an earlier step (a generator, whose loss comes after the update of
+        the discriminator), the gradient has no edges: orders count within a step.
+        """
+        same_step = frame.step == self.step
+        order = self.emit(
+            "backward",
+            frame.path,
+            port,
+            array,
+            call=frame.call,
+            op=frame.op,
+            source=frame.source,
+            inputs=frame.downstream() if same_step else (),
+            **extra,
+        )
+        if same_step:
+            frame.grads.append(order)
+        return order
+
+    def _emit_call(
+        self, frame: Frame, port: str, array: NDArray[Any], inputs: Sequence[int], **extra: Any
+    ) -> int:
+        return self.emit(
+            frame.phase,
+            frame.path,
+            port,
+            array,
+            call=frame.call,
+            op=frame.op,
+            source=frame.source,
+            inputs=inputs if frame.step == self.step else (),
+            **extra,
+        )
+
+    # ---- values ----------------------------------------------------------------------------
+
+    def emit(
+        self,
+        phase: str,
+        path: str,
+        port: str,
+        value: Any,
+        *,
+        kind: str | None = None,
+        call: int = 0,
+        op: str = "",
+        source: str = "",
+        dims: Sequence[str] = (),
+        inputs: Sequence[int] = (),
+        attributes: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Records one value and returns its order within the step.
+
+        Args:
+            value: An array (any NumPy or ml_dtypes dtype), a text, or any JSON value.
+            kind: One of `events.KINDS`; by default `tensor` for arrays, `text` for strings and
+                `setting` for the rest.
+            inputs: Orders of the events that the value was computed from.
+        """
+        if isinstance(value, np.generic):
+            value = np.asarray(value)
+        array = value if isinstance(value, np.ndarray) else None
+        kind = kind or _default_kind(value)
+        with self._lock:
+            if not source and phase in SOURCED_STAGES:
+                source = user_line()
+            order, self._order = self._order, self._order + 1
+            keep = self.policy.keeps_payload(self.step, phase, kind)
+            wants_sketch = array is not None and not keep and kind == "tensor"
+            digest_of_value = digest_value(value) if array is None else digest(array)
+            event = Event(
+                site=Site(self.step, phase, path, call, port),
+                order=order,
+                kind=kind,
+                op=op,
+                source=source,
+                dtype=array.dtype.name if array is not None else "",
+                shape=array.shape if array is not None else (),
+                dims=tuple(dims),
+                digest=digest_of_value,
+                fingerprint=() if array is None else self._fingerprint(array, digest_of_value),
+                sketch=sketch(array)
+                if array is not None and wants_sketch and self.policy.keeps_sketch(self.step, phase)
+                else None,
+                inputs=tuple(inputs),
+                value=value if array is None else None,
+                attributes=dict(attributes or {}),
+            )
+            self.writer.add(event, array if keep else None)
+        return order
+
+    def _fingerprint(self, array: NDArray[Any], of_value: bytes) -> tuple[float, ...]:
+        """Most values pass several ports unchanged; each is summarised once per step."""
+        key = of_value, array.dtype.name
+        if key not in self._fingerprints:
+            self._fingerprints[key] = fingerprint(array)
+        return self._fingerprints[key]
+
+    def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
+        """Records one field of a batch as the model (or the loss function) was given it."""
+        kind = _BATCH_KINDS.get(name, "ids" if array.dtype.kind in "iu" else "tensor")
+        if array.dtype.kind == "b":
+            kind = "mask"
+        dims = ("batch", "sequence") if array.ndim == 2 else ()
+        prefix = "eval_batch" if self.evaluating else "batch"
+        return self.emit(
+            "rendering", f"{prefix}.{name}", "out", array, kind=kind, call=call, dims=dims
+        )
+
+    def emit_settings(self, settings: Mapping[str, Any]) -> None:
+        """Records settings as events of the environment stage; `path` is the dotted name."""
+        for name, value in settings.items():
+            self.emit("environment", name, "out", value, kind="setting")
+
+
+def user_line() -> str:
+    """`file:line` of the innermost running line that belongs to no installed package, or ""."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_NOT_USER_CODE) and "site-packages" not in filename:
+            return f"{Path(filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _default_kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return "tensor"
+    return "text" if isinstance(value, str) else "setting"
