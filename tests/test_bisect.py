@@ -342,3 +342,43 @@ def test_masks_of_another_meaning_diverge(tmp_path: Path, other: np.ndarray) -> 
     verdict = bisect(masked(tmp_path / "a", CAUSAL), masked(tmp_path / "b", other))
     assert verdict.first is not None
     assert verdict.first.site == "0/forward/attn#0:in.attention_mask"
+
+
+def rotated(path: Path, offset: float, *, scores: float = 1.0) -> Path:
+    """Queries and keys moved by an offset each, and scores that do not depend on it."""
+    ones = np.ones((2, 3, 4, 4), np.float32)
+    return build_trace(
+        path,
+        [
+            ("0/forward/rotary#0:out", (ones + offset, {"inputs": ()})),
+            ("0/forward/rope#0:out", (ones * 2 + offset, {"inputs": (0,)})),
+            ("0/forward/rope#1:out", (ones * 3 + offset, {"inputs": (0,)})),
+            ("0/forward/o_proj#0:in", (ones * scores, {"inputs": (1, 2)})),
+            ("0/forward/root#0:out", (ones * scores, {"inputs": (3,)})),
+        ],
+    )
+
+
+def test_a_divergence_that_heals_two_values_later_is_told_and_passed_over(tmp_path: Path) -> None:
+    verdict = bisect(rotated(tmp_path / "a", 0.0), rotated(tmp_path / "b", 0.5))
+    assert verdict.exit_code == 0
+    assert any("healed" in warning for warning in verdict.warnings)
+
+
+def test_one_that_reaches_the_output_does_not_heal(tmp_path: Path) -> None:
+    target = rotated(tmp_path / "b", 0.5, scores=1.5)
+    first = bisect(rotated(tmp_path / "a", 0.0), target).first
+    assert first is not None
+    assert first.site == "0/forward/rotary#0:out"
+
+
+@pytest.mark.parametrize(("output", "kind"), [(1.0, None), (1.5, "missing")])
+def test_a_module_computed_in_another_way_is_missing_only_if_its_parent_differs(
+    tmp_path: Path, output: float, kind: str | None
+) -> None:
+    ones = np.ones((2, 3, 4), np.float32)
+    inside = [("0/forward/mlp.gate#0:out", ones)]
+    a = build_trace(tmp_path / "a", [*inside, ("0/forward/mlp#0:out", ones)])
+    b = build_trace(tmp_path / "b", [("0/forward/mlp#0:out", ones * output)])
+    verdict = bisect(a, b, min_coverage=0.0)
+    assert (verdict.first.kind if verdict.first else None) == kind

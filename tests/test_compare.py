@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tracediff.compare import max_ulp, measure, recognise
+from tracediff.compare.bounds import cross_entropy
 from tracediff.compare.figures import (
     largest_deviations,
     one_conversion_apart,
@@ -213,3 +214,21 @@ def test_logits_of_ignored_targets_do_not_count() -> None:
     assert counts is not None
     assert counts[:, 0].tolist() == [True, False, True]
     assert padding.counts(event, (4, 7)) is None
+
+
+def mean_cross_entropy(logits: np.ndarray) -> float:
+    """Of target 0 at each row, in float64."""
+    highest = logits.max(axis=-1, keepdims=True)
+    total = np.log(np.exp(logits - highest).sum(axis=-1)) + highest[..., 0]
+    return float(np.mean(total - logits[..., 0]))
+
+
+@pytest.mark.parametrize("apart", [1e-6, 1e-3, 1e-1])
+def test_the_bound_of_a_cross_entropy_holds_and_is_not_loose(apart: float) -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(64, 100)) * 4
+    other = logits + apart * rng.choice([-1.0, 1.0], size=logits.shape)
+    loss = mean_cross_entropy(logits)
+    bound = cross_entropy((logits, other), None, loss).rel_l2
+    assert abs(mean_cross_entropy(other) - loss) <= bound * loss
+    assert bound < 0.25  # a loss that is halved stands out, also in bfloat16

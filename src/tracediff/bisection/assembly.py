@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,7 +15,7 @@ from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.options import Options
-from tracediff.events import STAGE_RANK, STAGES, Event
+from tracediff.events import ROOT, STAGE_RANK, STAGES, Event
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
@@ -43,16 +43,16 @@ def first_of(
 ) -> Judged | Divergence | None:
     """The first divergence of a step that was introduced there and does not heal."""
     introduced = [j for j in step.judged if j.mark == "diverged" and not j.inherited]
+    lacking = _lacking(step)
     for judged in introduced:
         rng = judged.event.site.phase == "rng"
         if (rng and not _decides(judged, step, traces)) or _healed(judged, step):
             passed_over.append(judged)
         else:
-            lacking = step.missing[0] if step.missing else None
             if lacking and (lacking.step, STAGE_RANK[lacking.stage], lacking.order) < judged.place:
                 return lacking
             return judged
-    return step.missing[0] if step.missing else None
+    return lacking
 
 
 def _decides(judged: Judged, step: Step, traces: tuple[Trace, Trace]) -> bool:
@@ -85,15 +85,55 @@ def _state_changes(trace: Trace, event: Event) -> bool | None:
 
 
 def _healed(judged: Judged, step: Step) -> bool:
-    """Whether everything computed from a divergent value agrees again.
+    """Whether everything computed from a divergent value agrees again, sooner or later.
 
-    A consistent re-layout (queries and keys permuted alike) leaves the scores as they were.
+    A consistent re-layout (queries and keys permuted alike, positions shifted alike) leaves the
+    scores as they were; labels that differ only where the loss ignores them leave the loss.
     """
-    if judged.kind != "value" or judged.event.site.phase not in ("forward", "backward"):
+    site = judged.event.site
+    if judged.kind not in ("value", "labels") or site.phase not in ("forward", "loss", "backward"):
         return False
-    order = judged.event.order
-    users = [j for j in step.judged if order in j.event.inputs]
-    return bool(users) and all(user.mark != "diverged" for user in users)
+    users: dict[int, list[Judged]] = defaultdict(list)
+    for user in step.judged:
+        for order in user.event.inputs:
+            users[order].append(user)
+    reached, waiting = {judged.event.order}, [judged]
+    while waiting:
+        following = users[waiting.pop().event.order]
+        if not following:
+            return False  # what nothing is computed from is a result
+        for user in following:
+            if user.mark == "diverged" and user.event.order not in reached:
+                reached.add(user.event.order)
+                waiting.append(user)
+    return True
+
+
+def _lacking(step: Step) -> Divergence | None:
+    """The first event that one side lacks, unless what it is part of comes out the same.
+
+    A module that one side computes in another way (two products fused into one) is no divergence
+    if the module around it has the same output.
+    """
+    outputs = {
+        j.event.site.path: j
+        for j in step.judged
+        if (j.event.site.phase, j.event.site.port) == ("forward", "out")
+    }
+    for lacking in step.missing:
+        around = next((outputs[p] for p in _ancestors(lacking.path) if p in outputs), None)
+        if lacking.stage not in ("forward", "backward") or around is None:
+            return lacking
+        if around.mark == "diverged":
+            return lacking
+    return None
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """`a.b.c` -> `a.b`, `a`, and the root."""
+    while path := path.rpartition(".")[0]:
+        yield path
+    yield ROOT
 
 
 class Assembly:
@@ -244,10 +284,11 @@ class Assembly:
         if not judged and not lacking:
             mark = "not exercised"
             reason = "recorded on neither side" if only == (0, 0) else "recorded on one side only"
-        elif diverged and (name != "rng" or outcome == "diverged"):
+        elif diverged and outcome == "diverged":
             mark = "diverged"
         else:
-            mark = "equivalent" if differing else "identical"
+            mark = "equivalent" if differing or diverged else "identical"
+            reason = f"{diverged} differ without effect" if diverged else None
         return StageResult(
             stage=name,
             outcome=mark,

@@ -71,6 +71,8 @@ class State:
         self.memory = (Memory(), Memory())
         self.params: tuple[dict[str, Level], dict[str, Level]] = ({}, {})
         self.moments: dict[tuple[str, str], Level] = {}
+        self.outputs = Level()
+        """The most that a model's output has been apart in training."""
 
     def below(self, side: int, path: str) -> Level:
         """The worst parameter of a module and its submodules."""
@@ -93,6 +95,8 @@ class Ledger:
         self._memo: tuple[dict[int, Level], dict[int, Level]] = ({}, {})
         self._by_site: dict[tuple[str, str, str], Judged] = {}
         self._stage: dict[str, Level] = {}
+        self.outputs: dict[int, Judged] = {}
+        """Output of the first root module by call."""
 
     def at(self, stage: str, path: str, port: str) -> Judged | None:
         """The last judged pair at a site of the baseline."""
@@ -159,7 +163,7 @@ class Ledger:
                 "optimizer", "clip_grad_norm", "out"
             )
         if stage == "trajectory":  # evaluations, on the weights as they are
-            before = self._stage.get("rendering", Level())
+            before = self._stage.get("rendering", Level()) | self._state.outputs
             return before | _worst(self._state.params[0].values()).share(PARAM_SHARE)
         return Level()
 
@@ -182,6 +186,9 @@ class Ledger:
             self._stage[stage] = self._stage.get(stage, Level()) | level
         if stage == "forward" and a.site.port.startswith("out"):
             self._stage["forward.last"] = level
+        if (stage, path, port) == ("forward", ROOT, "out"):
+            self.outputs[a.site.call] = judged
+            self._state.outputs |= level
         if stage in ("loading", "optimizer") and port in ("param", "buffer"):
             self._state.params[0][path] = level
             self._state.params[1][b.site.path] = level

@@ -33,6 +33,7 @@ from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Bound, ErrorFigures
 
 _L2: Final = FINGERPRINT_FIELDS.index("l2")
+_MEAN: Final = FINGERPRINT_FIELDS.index("mean")
 _ABS_MEAN: Final = FINGERPRINT_FIELDS.index("abs_mean")
 _SMALLEST: Final = 1e-30
 _SUSPECT: Final = 1 / 8
@@ -77,6 +78,9 @@ class StepJudge:
             if (pair.baseline.site.phase, pair.baseline.site.port) == ("optimizer", "param")
         }
         self.padding = self._padding_of(events)
+        self._cross_entropies = tuple(
+            any(e.site.path == "loss.cross_entropy" for e in side) for side in events
+        )
 
     def run(self) -> list[Judged]:
         """Judges every pair of the step.
@@ -247,11 +251,25 @@ class StepJudge:
         if a.site.phase == "loading":
             ulp = 2 * unit_roundoff(max((a.dtype, b.dtype), key=unit_roundoff))
             return Bound(rel_l2=_LOADING_ULPS * ulp, derivation="one conversion"), False
+        if a.site.phase == "loss" and a.shape == () and (found := self._bound_loss(pair)):
+            return found, False
         if a.site.phase == "optimizer" and a.site.port == "update":
             return self._bound_update(pair, inherited, error, values)
         if a.site.phase == "optimizer" and a.site.port == "param":
             return self._bound_param(pair), False
         return bounds.bound(a, b, inherited.carry), False
+
+    def _bound_loss(self, pair: Pair) -> Bound | None:
+        """The bound of a loss that is a cross-entropy of the model's output, if it is one."""
+        output = self._ledger.outputs.get(pair.baseline.site.call)
+        loss = pair.baseline.fingerprint
+        if not self._cross_entropies[0] or not self._cross_entropies[1] or not output or not loss:
+            return None
+        logits = self._values(output.pair)
+        if logits is None or logits[0].ndim < 2 or logits[0].shape[-1] < 2:
+            return None
+        counts = self.padding.counts(output.event, logits[0].shape)
+        return bounds.cross_entropy(logits, counts, loss[_MEAN])
 
     def _bound_update(
         self,

@@ -13,7 +13,10 @@ runs shows (see docs/deciding.md for the measurement), not derived per operation
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tracediff.compare.figures import unit_roundoff
 from tracediff.events import Event
@@ -51,6 +54,35 @@ def floor(event: Event, other: Event) -> tuple[float, str]:
     if storage > accumulation:
         value += 4 * storage
     return value, f"{event.op or 'value'} K={length} {dtype}"
+
+
+def cross_entropy(
+    logits: tuple[NDArray[Any], NDArray[Any]], counts: NDArray[np.bool_] | None, loss: float
+) -> Bound:
+    """Bound of the relative difference of two mean cross-entropies, from the logits of both sides.
+
+    The gradient of a token's loss with respect to its logits is softmax minus one-hot, of absolute
+    sum at most 2, so the loss moves by at most twice the largest difference of a logit. To this
+    comes the sum of K exponentials: some kernels accumulate it one term after the other, with an
+    error of one sign, so the deterministic `gamma_K = K u` is allowed (Higham, "Accuracy and
+    Stability of Numerical Algorithms", 2002, section 4.2), in float32.
+
+    Args:
+        logits: Both sides' (..., K).
+        counts: Boolean mask broadcastable to the logits: False where a token is padding.
+        loss: The baseline's loss. A larger one than log K is taken for a sum over tokens.
+    """
+    a, b = (values.astype(np.float64) for values in logits)
+    apart = np.abs(a - b)
+    if counts is not None:
+        apart = np.where(counts, apart, 0.0)
+    length = a.shape[-1]
+    roundoff = unit_roundoff("float32")
+    largest = float(apart.max(initial=0.0))
+    absolute = 2 * largest + length * roundoff + roundoff * float(np.abs(a).max(initial=0.0))
+    scale = min(abs(loss), math.log(length)) or 1.0
+    derivation = f"cross-entropy of {length} classes, logits apart by at most {largest:.1e}"
+    return Bound(rel_l2=absolute / scale, derivation=derivation)
 
 
 def bound(event: Event, other: Event, inherited: float) -> Bound:
