@@ -382,3 +382,13 @@ def test_a_module_computed_in_another_way_is_missing_only_if_its_parent_differs(
     b = build_trace(tmp_path / "b", [("0/forward/mlp#0:out", ones * output)])
     verdict = bisect(a, b, min_coverage=0.0)
     assert (verdict.first.kind if verdict.first else None) == kind
+
+
+def test_a_second_output_that_one_implementation_lacks_is_no_divergence(tmp_path: Path) -> None:
+    ones = np.ones((2, 3), np.float32)
+    main = ("0/forward/attn#0:out", ones)
+    a = build_trace(tmp_path / "a", [main, ("0/forward/attn#0:out.1", ones)])
+    b = build_trace(tmp_path / "b", [main])
+    assert bisect(a, b, min_coverage=0.0).exit_code == 0
+    gone = bisect(b, build_trace(tmp_path / "c", [("0/loss/loss:out", 1.0)]), min_coverage=0.0)
+    assert gone.exit_code != 0

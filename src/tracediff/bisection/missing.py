@@ -18,10 +18,11 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
 def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
     """Divergences of kind `missing` (the target lacks it) and `extra` (only the target has it).
 
-    Between runs of one stack every event has to be there. Between stacks, modules differ by
-    design, so an event counts as missing only if its like (the same name with another layer
-    number) was matched: one layer out of four is missing, an activation module that the other
-    stack has nowhere is not.
+    Between runs of one stack every event has to be there, but for what a call may return besides
+    its main output (attention weights, which one implementation has and another has not). Between
+    stacks, modules differ by design, so an event counts as missing only if its like (the same name
+    with another layer number) was matched: one layer out of four is missing, an activation module
+    that the other stack has nowhere is not.
     """
     found = []
     sides = ((alignment.baseline_only, "missing"), (alignment.target_only, "extra"))
@@ -30,8 +31,11 @@ def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
             (_like(stacks[side], _event(pair, side)), _event(pair, side).site.port)
             for pair in alignment.pairs
         }
+        calls = {_call(_event(pair, side)) for pair in alignment.pairs}
         for event, reason in events:
             if event.site.phase not in _DECISIVE or reason.startswith("ignored"):
+                continue
+            if _is_optional(event) and _call(event) in calls:
                 continue
             if stacks[0] == stacks[1] or (
                 event.site.phase in ("loading", "forward")
@@ -62,6 +66,15 @@ def groups(alignments: Iterable[Alignment]) -> tuple[Unmatched, ...]:
         for (side, stage, reason), events in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.side, -row.count)))
+
+
+def _call(event: Event) -> tuple[str, str, int]:
+    return event.site.phase, event.site.path, event.site.call
+
+
+def _is_optional(event: Event) -> bool:
+    """Whether a port is one beside the main one: `out.1`, `in.mask`, `grad_out.1`."""
+    return event.site.phase in ("forward", "backward") and "." in event.site.port
 
 
 def _like(stack: str, event: Event) -> tuple[str, str]:
