@@ -266,7 +266,7 @@ class StepJudge:
         if not self._cross_entropies[0] or not self._cross_entropies[1] or not output or not loss:
             return None
         logits = self._values(output.pair)
-        if logits is None or logits[0].ndim < 2 or logits[0].shape[-1] < 2:
+        if logits is None or logits[0].shape != logits[1].shape or logits[0].ndim < 2:
             return None
         counts = self.padding.counts(output.event, logits[0].shape)
         return bounds.cross_entropy(logits, counts, loss[_MEAN])

@@ -263,8 +263,9 @@ class _Case:
 
 
 def _case(calls: _Calls, values: _Values, counts: _Counts) -> _Case | None:
-    """Both sides recomputed with the baseline's settings, or None where the formula does not
-    describe them."""
+    """Both sides recomputed as the baseline's operation with its settings, or None where the
+    formula does not describe them."""
+    calls = calls[0], replace(calls[1], op=calls[0].op)
     shared = {**calls[1].settings, **calls[0].settings}
     a, b = _replay_together(calls, shared) or [_replay(call, shared) for call in calls]
     shape = values[0].shape
