@@ -21,7 +21,7 @@ test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 faults: $(STAMP)
-	$(BIN)/python -m benchmarks.faults --json faults.json --markdown docs/accuracy.md
+	$(BIN)/python -m benchmarks.faults --jobs 2 --json faults.json --markdown docs/accuracy.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

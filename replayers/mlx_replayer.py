@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -60,5 +60,4 @@ def _in_place_of(array: mx.array, value: NDArray[Any]) -> mx.array:
         return given
     passed = mx.custom_function(lambda computed: given)
     passed.vjp(lambda primals, cotangent, output: cotangent)
-    result: mx.array = passed(array)
-    return result
+    return cast("mx.array", passed(array))

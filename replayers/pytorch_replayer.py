@@ -71,5 +71,5 @@ def _in_place_of(tensor: torch.Tensor, value: NDArray[Any]) -> torch.Tensor:
     given = torch.from_numpy(np.array(value)).to(device=tensor.device, dtype=tensor.dtype)
     if not tensor.requires_grad:
         return given
-    passed: torch.Tensor = _PassedThrough.apply(tensor, given)
+    passed: torch.Tensor = _PassedThrough.apply(tensor, given)  # type: ignore[no-untyped-call]
     return passed

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
-import tempfile
 import time
-import traceback
+from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from benchmarks.faults import planted, twins
-from benchmarks.faults.runner import Bench, Result, as_json
+from benchmarks.faults.pool import all_cases, run_cases
+from benchmarks.faults.runner import as_json
 from benchmarks.faults.score import markdown, summary, table
 
 
@@ -22,27 +22,25 @@ def main() -> int:
     parser.add_argument("patterns", nargs="*", help="run only the cases whose id matches one")
     parser.add_argument("--json", type=Path, help="where the results are written")
     parser.add_argument("--markdown", type=Path, help="where the report is written")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     options = parser.parse_args()
-    cases = [*planted.REGISTRY.cases, *twins.REGISTRY.cases]
+    cases = all_cases()
     if options.patterns:
         cases = [c for c in cases if any(fnmatchcase(c.id, p) for p in options.patterns)]
     if options.list:
         print("\n".join(case.id for case in cases))
         return 0
     started = time.perf_counter()
-    results: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        for index, case in enumerate(cases):
-            try:
-                results.append(bench.run(case))
-            except Exception:
-                print(f"case {case.id} cannot be run:\n{traceback.format_exc()}", file=sys.stderr)
-                continue
-            last = results[-1]
-            mark = "ok" if not last.why else last.why
-            print(f"[{index + 1}/{len(cases)}] {case.id}: {mark}", file=sys.stderr, flush=True)
+    parts = [cases[i :: options.jobs] for i in range(options.jobs)]
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        found = [
+            r
+            for part in pool.map(run_cases, [[c.id for c in part] for part in parts])
+            for r in part
+        ]
+    place = {case.id: index for index, case in enumerate(cases)}
+    results = sorted(found, key=lambda result: place[result.id])
     facts = summary(results, time.perf_counter() - started)
     print(table(results, facts))
     if options.json:

@@ -37,6 +37,7 @@ class Result:
         effect: Largest relative change of the loss that the plant causes, over the steps.
         detected, located, blamed: For faults. `blamed` is `right`, `wrong` or `undecided`.
         silent: For twins.
+        same: Meant to be bit-identical.
         why: What is wrong, in words; "" where all is right.
     """
 
@@ -55,6 +56,7 @@ class Result:
     located: bool = False
     blamed: str = "undecided"
     silent: bool = False
+    same: bool = False
     reason: str = ""
     why: str = ""
     seconds: float = 0.0
@@ -121,6 +123,7 @@ class Bench:
             outcome="error",
             real=real,
             effect=effect,
+            same=case.same,
             expected=" ".join(case.expect) and f"step {case.step} " + " ".join(case.expect),
         )
         try:

@@ -36,7 +36,7 @@ def summary(results: Sequence[Result], seconds: float) -> dict[str, Any]:
         "small_effect_kinds": sorted(small),
         "not_real": [r.id for r in results if r.stage != "twin" and not r.real],
         "twins_not_genuine": [
-            r.id for r in results if r.stage == "twin" and not r.real and r.outcome != "identical"
+            r.id for r in results if r.stage == "twin" and not r.real and not r.same
         ],
     }
 
@@ -122,6 +122,8 @@ def markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
         f"{len(facts['small_effect_kinds'])} kinds.",
         f"- Faults that changed nothing recorded, and are not counted: "
         f"{', '.join(facts['not_real']) or 'none'}.",
+        "- Twins that came out bit-identical although they were meant to vary: "
+        f"{', '.join(facts['twins_not_genuine']) or 'none'}.",
         "",
         *rows,
         "",

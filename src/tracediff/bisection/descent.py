@@ -15,8 +15,7 @@ from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
-from tracediff.bisection.referee import Referee
-from tracediff.bisection.replayed import AsGiven, Replay, is_replay
+from tracediff.bisection.replayed import Replay
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
 from tracediff.verdict import (
@@ -165,11 +164,7 @@ def _steps(
             progress(f"step {number}", done, len(common))
         events = traces[0].events(number), traces[1].events(number)
         alignment = _comparable(align(*events, stacks, options.rules), stacks)
-        referee = None
-        if is_replay(traces[1].run):
-            sides = traces[0], AsGiven(*traces, alignment)
-            referee = Referee(sides, events, state.memory)
-        judge = StepJudge(traces, alignment, events, state, options, referee)
+        judge = StepJudge(traces, alignment, events, state, options)
         judged = judge.run()
         yield Step(number, alignment, judged, judge, missing.missing(alignment, stacks))
     if progress:

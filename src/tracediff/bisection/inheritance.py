@@ -102,6 +102,10 @@ class Ledger:
         """The last judged pair at a site of the baseline."""
         return self._by_site.get((stage, path, port))
 
+    def settle(self, side: int, event: Event) -> None:
+        """Has an unmatched event pass nothing on, whatever it was computed from."""
+        self._of_order[side][event.order] = Level()
+
     def inherited(self, pair: Pair) -> Level:
         level = self._stage_level(pair.baseline)
         for side, event in enumerate((pair.baseline, pair.target)):

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align import Alignment
+from tracediff.bisection.given import AsGiven, is_replay
 from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
 from tracediff.bisection.referee import Referee, Ruling
@@ -61,7 +62,6 @@ class StepJudge:
         events: tuple[Sequence[Event], Sequence[Event]],
         state: State,
         options: Options,
-        referee: Referee | None = None,
     ) -> None:
         self._traces = traces
         self._alignment = alignment
@@ -71,7 +71,15 @@ class StepJudge:
         self._events = events
         for memory, side in zip(state.memory, events, strict=True):
             memory.begin(side)
-        self._referee = referee or Referee(traces, events, state.memory)
+        replayed = is_replay(traces[1].run)
+        self._given = AsGiven(*traces, alignment) if replayed else None
+        if self._given is not None:
+            # Masks, tables of positions: a replay could not give them, others judge their making.
+            for side, only in enumerate((alignment.baseline_only, alignment.target_only)):
+                for event, _ in only:
+                    if event.site.phase == "forward" and event.site.port.startswith("in"):
+                        self._ledger.settle(side, event)
+        self._referee = Referee((traces[0], self._given or traces[1]), events, state.memory)
         self._params_after = {
             pair.baseline.site.path: pair
             for pair in alignment.pairs
@@ -92,9 +100,15 @@ class StepJudge:
             self._alignment.pairs,
             key=lambda pair: (STAGE_RANK[pair.baseline.site.phase], pair.baseline.order),
         )
-        judged = [self._ledger.remember(self._judge(pair)) for pair in pairs]
+        judged = [self._ledger.remember(self._cut(self._judge(pair))) for pair in pairs]
         for memory, side in zip(self._state.memory, self._events, strict=True):
             memory.finish(side)
+        return judged
+
+    def _cut(self, judged: Judged) -> Judged:
+        """In a replay, a call that ran on the baseline's value passes nothing on from its input."""
+        if self._given is not None and self._given.ran_on(judged.pair):
+            judged.level = Level()
         return judged
 
     # ---- one pair --------------------------------------------------------------------------

@@ -11,6 +11,9 @@ from tracediff.align import Alignment, canonical
 from tracediff.events import STAGE_RANK, Event
 from tracediff.verdict import Divergence, Unmatched
 
+GIVEN: Final = "given"
+"""Port at which a replay says what a call ran on: it has no partner in the run it was made with."""
+
 _DECISIVE: Final = ("loading", "forward", "loss", "backward", "optimizer")
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
 
@@ -34,6 +37,8 @@ def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
         calls = {_call(_event(pair, side)) for pair in alignment.pairs}
         for event, reason in events:
             if event.site.phase not in _DECISIVE or reason.startswith("ignored"):
+                continue
+            if event.site.port == GIVEN:
                 continue
             if _is_optional(event) and _call(event) in calls:
                 continue

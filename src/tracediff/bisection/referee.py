@@ -264,8 +264,12 @@ class _Case:
 
 def _case(calls: _Calls, values: _Values, counts: _Counts) -> _Case | None:
     """Both sides recomputed as the baseline's operation with its settings, or None where the
-    formula does not describe them."""
-    calls = calls[0], replace(calls[1], op=calls[0].op)
+    formula does not describe them.
+
+    A product is of each side's own kind: stacks lay weights out differently (Conv1D and Linear).
+    """
+    if not all(_reference().is_by_rows(call.op) for call in calls):
+        calls = calls[0], replace(calls[1], op=calls[0].op)
     shared = {**calls[1].settings, **calls[0].settings}
     a, b = _replay_together(calls, shared) or [_replay(call, shared) for call in calls]
     shape = values[0].shape
@@ -330,6 +334,7 @@ def _blame(calls: _Calls, values: _Values, counts: _Counts, bound: Bound) -> Rul
 
 
 def _ratio(error: Floats, spread: Floats, rows: int) -> float:
+    """An error over what rounding allows it, by element and in the mean."""
     if not error.size:
         return 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -371,7 +376,7 @@ def _replay_together(
     both = _replay(replace(a, inputs={"in": np.stack([x, y])}), settings)
     if both is None:
         return None
-    first, second = (Replayed(both.value[i], both.spread[i], both.derivation) for i in (0, 1))
+    first, second = (replace(both, value=both.value[i], spread=both.spread[i]) for i in (0, 1))
     return first, second
 
 

@@ -7,52 +7,14 @@ or in the code between its children, is its own. See docs/replaying.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tracediff.align import Alignment
 from tracediff.bisection.assembly import Step
+from tracediff.bisection.given import SETTING
 from tracediff.bisection.inheritance import Judged
 from tracediff.errors import UsageError
-from tracediff.events import Event, Run, Site
 from tracediff.trace import Trace
 from tracediff.verdict import Replayed
-
-_SETTING: Final = "replay"
-
-
-def is_replay(run: Run) -> bool:
-    """Whether a run was a replay by substitution."""
-    return _SETTING in run.settings
-
-
-class AsGiven(Trace):
-    """A replay, in which the input of a call is the value it ran on, not the one it computed."""
-
-    def __init__(self, baseline: Trace, replay: Trace, alignment: Alignment) -> None:
-        super().__init__(replay.path, rank=replay.rank)
-        self._baseline = baseline
-        self._given: dict[Site, Event] = {}
-        given = {
-            (event.site.path, event.site.call, port)
-            for event, _ in alignment.target_only
-            if (event.site.phase, event.site.port) == ("forward", "given")
-            for port in event.value
-        }
-        for pair in alignment.pairs:
-            site = pair.target.site
-            if site.phase == "forward" and (site.path, site.call, site.port) in given:
-                self._given[site] = pair.baseline
-
-    def array(self, event: Event) -> NDArray[Any]:
-        given = self._given.get(event.site)
-        if given is None:
-            return super().array(event)
-        own = super().array(event).dtype
-        value: NDArray[Any] = np.asarray(self._baseline.array(given)).astype(own, copy=False)
-        return value
 
 
 class Replay:
@@ -114,7 +76,7 @@ class Replay:
 
 
 def _check(traces: tuple[Trace, Trace], replay: Trace) -> None:
-    setting: Mapping[str, Any] = replay.run.settings.get(_SETTING) or {}
+    setting: Mapping[str, Any] = replay.run.settings.get(SETTING) or {}
     if not setting:
         raise UsageError(
             f"--replayed {replay.path} is no replay: make one with `tracediff replay B --with A`"
