@@ -75,10 +75,10 @@ class StepJudge:
         self._given = AsGiven(*traces, alignment) if replayed else None
         if self._given is not None:
             # Masks, tables of positions: a replay could not give them, others judge their making.
-            for side, only in enumerate((alignment.baseline_only, alignment.target_only)):
+            for which, only in enumerate((alignment.baseline_only, alignment.target_only)):
                 for event, _ in only:
                     if event.site.phase == "forward" and event.site.port.startswith("in"):
-                        self._ledger.settle(side, event)
+                        self._ledger.settle(which, event)
         self._referee = Referee((traces[0], self._given or traces[1]), events, state.memory)
         self._params_after = {
             pair.baseline.site.path: pair
