@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks.faults.reasons import REASONS
 from benchmarks.faults.runner import Result, wilson
 from tracediff.events import STAGES
 
@@ -129,12 +130,12 @@ def markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
         "",
         "## What went wrong",
         "",
-        *(
-            [
-                f"- `{r.id}`: {r.why}" + (f" (expected {r.expected})" if r.expected else "")
-                for r in wrong
-            ]
-            or ["Nothing."]
-        ),
+        *([_told(result) for result in wrong] or ["Nothing."]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _told(result: Result) -> str:
+    expected = f" (expected {result.expected})" if result.expected else ""
+    reason = REASONS.get(result.name, "not looked into yet")
+    return f"- `{result.id}`: {result.why}{expected}. Likely why: {reason}."

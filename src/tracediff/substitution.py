@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from numpy.typing import NDArray
 
 from tracediff.align import Rules, align, load_rules
+from tracediff.bisection.given import SETTING, identity
 from tracediff.errors import UsageError
 from tracediff.events import Event, Pair, Run, Site
 from tracediff.session import record_script
 from tracediff.stacks import load_substituter
 from tracediff.trace import Trace
-
-SETTING: Final = "replay"
-"""Name of the setting in the manifest of a replay, which says what was replayed with what."""
 
 
 class Inputs:
@@ -66,11 +64,6 @@ def _fits(pair: Pair) -> bool:
 
 def _is_float(event: Event) -> bool:
     return event.dtype.startswith(("float", "bfloat", "complex"))
-
-
-def identity(run: Run) -> dict[str, str]:
-    """What tells one recording from another, wherever it is moved."""
-    return {"stack": run.stack, "started": run.started, "source": run.source_digest}
 
 
 def replay(

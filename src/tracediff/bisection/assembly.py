@@ -103,7 +103,9 @@ def _healed(judged: Judged, step: Step) -> bool:
         if not following:
             return False  # what nothing is computed from is a result
         for user in following:
-            if user.mark == "diverged" and user.event.order not in reached:
+            # A fault that is diluted below a bound has not healed: more than rounding is left of it.
+            unsound = user.mark == "diverged" or user.level.tainted
+            if unsound and user.event.order not in reached:
                 reached.add(user.event.order)
                 waiting.append(user)
     return True
@@ -120,12 +122,14 @@ def _lacking(step: Step) -> Divergence | None:
         for j in step.judged
         if (j.event.site.phase, j.event.site.port) == ("forward", "out")
     }
+    excused: set[str] = set()
     for lacking in step.missing:
+        if lacking.stage == "backward" and lacking.path in excused:
+            continue
         around = next((outputs[p] for p in _ancestors(lacking.path) if p in outputs), None)
-        if lacking.stage not in ("forward", "backward") or around is None:
+        if lacking.stage != "forward" or around is None or around.mark == "diverged":
             return lacking
-        if around.mark == "diverged":
-            return lacking
+        excused.add(lacking.path)
     return None
 
 

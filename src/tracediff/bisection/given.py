@@ -14,7 +14,16 @@ from tracediff.events import Event, Pair, Run, Site
 from tracediff.trace import Trace
 
 SETTING: Final = "replay"
-"""Setting of the manifest that a replay has, see `tracediff.substitution`."""
+"""Setting of the manifest that says what was replayed with what, see `tracediff.substitution`."""
+
+
+PORT: Final = "given"
+"""Port at which a replay says what a call ran on: it has no partner in the run it was made with."""
+
+
+def identity(run: Run) -> dict[str, str]:
+    """What tells one recording from another, wherever it is moved."""
+    return {"stack": run.stack, "started": run.started, "source": run.source_digest}
 
 
 def is_replay(run: Run) -> bool:
@@ -32,7 +41,7 @@ class AsGiven(Trace):
         given = {
             (event.site.path, event.site.call, port)
             for event, _ in alignment.target_only
-            if (event.site.phase, event.site.port) == ("forward", "given")
+            if (event.site.phase, event.site.port) == ("forward", PORT)
             for port in event.value
         }
         for pair in alignment.pairs:

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tracediff.align import Alignment, canonical
+from tracediff.bisection import given
 from tracediff.events import STAGE_RANK, Event
 from tracediff.verdict import Divergence, Unmatched
-
-GIVEN: Final = "given"
-"""Port at which a replay says what a call ran on: it has no partner in the run it was made with."""
 
 _DECISIVE: Final = ("loading", "forward", "loss", "backward", "optimizer")
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
@@ -38,7 +36,7 @@ def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
         for event, reason in events:
             if event.site.phase not in _DECISIVE or reason.startswith("ignored"):
                 continue
-            if event.site.port == GIVEN:
+            if event.site.port == given.PORT:
                 continue
             if _is_optional(event) and _call(event) in calls:
                 continue

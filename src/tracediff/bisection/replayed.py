@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracediff.bisection.assembly import Step
-from tracediff.bisection.given import SETTING
+from tracediff.bisection.given import SETTING, identity
 from tracediff.bisection.inheritance import Judged
 from tracediff.errors import UsageError
 from tracediff.trace import Trace
@@ -82,9 +82,7 @@ def _check(traces: tuple[Trace, Trace], replay: Trace) -> None:
             f"--replayed {replay.path} is no replay: make one with `tracediff replay B --with A`"
         )
     for trace, key, name in zip(traces, ("with", "of"), ("baseline", "target"), strict=True):
-        run = trace.run
-        own = {"stack": run.stack, "started": run.started, "source": run.source_digest}
-        if setting.get(key) != own:
+        if setting.get(key) != identity(trace.run):
             raise UsageError(
                 f"--replayed {replay.path} is of another {name} than {trace.path}: replay the "
                 "target with this baseline"
