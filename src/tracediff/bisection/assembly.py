@@ -103,7 +103,7 @@ def _healed(judged: Judged, step: Step) -> bool:
         if not following:
             return False  # what nothing is computed from is a result
         for user in following:
-            # A fault that is diluted below a bound has not healed: more than rounding is left of it.
+            # A fault diluted below a bound has not healed: more than rounding is left of it.
             unsound = user.mark == "diverged" or user.level.tainted
             if unsound and user.event.order not in reached:
                 reached.add(user.event.order)
