@@ -49,30 +49,32 @@ MLX = """
 import sys
 import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, numpy as np
 from mlx_lm.models.llama import Model, ModelArgs
-folder, faults = sys.argv[1], sys.argv[2:]
-model = Model(ModelArgs(
-    model_type="llama", hidden_size=16, num_hidden_layers=3, intermediate_size=24,
-    num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=50,
-    tie_word_embeddings=False))
-model.load_weights(list(mx.load(f"{folder}/weights.npz").items()))
-layers = model.model.layers
 
 class Linear(nn.Linear):
     def __call__(self, x):
         return super().__call__(x) * 1.01
 
-if "module" in faults:
-    layers[0].mlp.down_proj.__class__ = Linear
-if "glue" in faults:
-    layers[1].self_attn.scale *= 1.05
-optimizer = optim.AdamW(1e-3, betas=[0.9, 0.999], bias_correction=True)
-step = nn.value_and_grad(
-    model, lambda ids: nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:], reduction="mean"))
-for ids in mx.array(np.random.default_rng(0).integers(0, 50, (2, 2, 8))):
-    loss, grads = step(ids)
-    optimizer.update(model, grads)
-    mx.eval(model.parameters(), optimizer.state)
-    assert not np.isnan(loss.item())
+def main(folder, faults):  # in globals, MLX would keep the optimizer alive beyond the script
+    model = Model(ModelArgs(
+        model_type="llama", hidden_size=16, num_hidden_layers=3, intermediate_size=24,
+        num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=50,
+        tie_word_embeddings=False))
+    model.load_weights(list(mx.load(f"{folder}/weights.npz").items()))
+    layers = model.model.layers
+    if "module" in faults:
+        layers[0].mlp.down_proj.__class__ = Linear
+    if "glue" in faults:
+        layers[1].self_attn.scale *= 1.05
+    optimizer = optim.AdamW(1e-3, betas=[0.9, 0.999], bias_correction=True)
+    step = nn.value_and_grad(model, lambda ids: nn.losses.cross_entropy(
+        model(ids[:, :-1]), ids[:, 1:], reduction="mean"))
+    for ids in mx.array(np.random.default_rng(0).integers(0, 50, (2, 2, 8))):
+        loss, grads = step(ids)
+        optimizer.update(model, grads)
+        mx.eval(model.parameters(), optimizer.state)
+        assert not np.isnan(loss.item())
+
+main(sys.argv[1], sys.argv[2:])
 """
 
 MODULE = "0/forward/model.layers.0.mlp.down_proj#0:out"
