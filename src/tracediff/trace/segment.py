@@ -1,9 +1,10 @@
-"""Reads one committed step, believing nothing that the file says about its own size."""
+"""Reads one committed file of a trace, believing nothing that it says about its own size."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,72 @@ from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
 
 
-class SegmentReader:
+class HierarchyReader:
+    """The arrays and attributes of one ZIP archive that holds a Zarr hierarchy."""
+
+    kind = "file"
+
+    def __init__(self, file: Path) -> None:
+        """Opens the file.
+
+        Raises:
+            CorruptTraceError: It is no sound archive; names it.
+        """
+        self.file = file
+        with self.reading():
+            self.archive = Archive(file)
+
+    def reading(self) -> _Reading:
+        """Turns whatever goes wrong while reading this file into one sentence that names it."""
+        return _Reading(f"{self.kind} {self.file}")
+
+    def attributes(self) -> Mapping[str, Any]:
+        """Attribute `tracediff` of the root group."""
+        root = self._document(MANIFEST)
+        attributes = root.get("attributes") if isinstance(root, dict) else None
+        found = attributes.get("tracediff") if isinstance(attributes, dict) else None
+        if not isinstance(found, dict):
+            raise ValueError(f"it is no {self.kind} of a trace")
+        return found
+
+    def _document(self, name: str) -> Any:
+        return json.loads(self.archive.read(name))
+
+    def _info(self, path: str) -> ArrayInfo:
+        try:
+            return parse_array(self._document(f"{path}/{MANIFEST}"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _array(self, path: str, info: ArrayInfo, checked: bool = False) -> NDArray[Any]:
+        """An array of the archive; `checked` also compares the bytes with their checksums."""
+        keys = [f"{path}/{key}" for key in self._chunks(info)]
+        if checked:
+            for key in keys:
+                self.archive.check(key)
+        blocks = [self._block(key, info) for key in keys]
+        if len(blocks) == 1 and info.chunk == info.shape:
+            return blocks[0]
+        return _assemble(blocks, info)
+
+    def _chunks(self, info: ArrayInfo) -> list[str]:
+        """Keys of the chunks, after checking that the file can hold so many."""
+        if math.prod(info.shape) * info.dtype.itemsize > self.archive.size:
+            raise ValueError(f"an array of shape {info.shape} does not fit into the file")
+        return chunk_keys(info.shape, info.chunk)
+
+    def _block(self, key: str, info: ArrayInfo) -> NDArray[Any]:
+        mapped, start, size = self.archive.view(key)
+        if size != info.chunk_bytes:
+            raise ValueError(f"entry {key} has {size} bytes, expected {info.chunk_bytes}")
+        flat = np.frombuffer(mapped, info.dtype, size // info.dtype.itemsize, start)
+        return flat.reshape(info.chunk)
+
+
+class SegmentReader(HierarchyReader):
     """One committed step."""
+
+    kind = "segment"
 
     def __init__(self, file: Path, step: int) -> None:
         """Opens the segment.
@@ -27,11 +92,10 @@ class SegmentReader:
         Raises:
             CorruptTraceError: It is no sound segment of this step; names it.
         """
-        self.file = file
+        super().__init__(file)
         self.step = step
         self.column_bytes = 0
         with self.reading():
-            self.archive = Archive(file)
             self._count = self._check_root()
 
     def events(self) -> list[Event]:
@@ -70,15 +134,9 @@ class SegmentReader:
             if found[path] != self._document(path + suffix):
                 raise ValueError(f"the consolidated metadata of {path} differs from its own")
 
-    def reading(self) -> _Reading:
-        """Turns whatever goes wrong while reading this file into one sentence that names it."""
-        return _Reading(self.file)
-
     def _check_root(self) -> int:
-        root = self._document(MANIFEST)
-        attributes = root.get("attributes") if isinstance(root, dict) else None
-        found = attributes.get("tracediff") if isinstance(attributes, dict) else None
-        if not isinstance(found, dict) or type(found.get("events")) is not int:
+        found = self.attributes()
+        if type(found.get("events")) is not int:
             raise ValueError("it is no segment of a trace")
         if found.get("format") != FORMAT or found.get("step") != self.step:
             raise ValueError(
@@ -86,15 +144,6 @@ class SegmentReader:
                 f"step {self.step} in format {FORMAT}"
             )
         return int(found["events"])
-
-    def _document(self, name: str) -> Any:
-        return json.loads(self.archive.read(name))
-
-    def _info(self, path: str) -> ArrayInfo:
-        try:
-            return parse_array(self._document(f"{path}/{MANIFEST}"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
 
     def _column(self, name: str) -> columns.Column:
         path = f"events/{name}"
@@ -108,34 +157,10 @@ class SegmentReader:
         self.column_bytes += array.nbytes
         return array
 
-    def _array(self, path: str, info: ArrayInfo, checked: bool = False) -> NDArray[Any]:
-        """An array of the archive; `checked` also compares the bytes with their checksums."""
-        keys = [f"{path}/{key}" for key in self._chunks(info)]
-        if checked:
-            for key in keys:
-                self.archive.check(key)
-        blocks = [self._block(key, info) for key in keys]
-        if len(blocks) == 1 and info.chunk == info.shape:
-            return blocks[0]
-        return _assemble(blocks, info)
-
-    def _chunks(self, info: ArrayInfo) -> list[str]:
-        """Keys of the chunks, after checking that the file can hold so many."""
-        if math.prod(info.shape) * info.dtype.itemsize > self.archive.size:
-            raise ValueError(f"an array of shape {info.shape} does not fit into the file")
-        return chunk_keys(info.shape, info.chunk)
-
-    def _block(self, key: str, info: ArrayInfo) -> NDArray[Any]:
-        mapped, start, size = self.archive.view(key)
-        if size != info.chunk_bytes:
-            raise ValueError(f"entry {key} has {size} bytes, expected {info.chunk_bytes}")
-        flat = np.frombuffer(mapped, info.dtype, size // info.dtype.itemsize, start)
-        return flat.reshape(info.chunk)
-
 
 class _Reading:
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, what: str) -> None:
+        self._what = what
 
     def __enter__(self) -> None:
         pass
@@ -150,7 +175,7 @@ class _Reading:
         else:
             return
         raise CorruptTraceError(
-            f"segment {self._file} is damaged: {what}. Run `tracediff verify` on the trace"
+            f"{self._what} is damaged: {what}. Run `tracediff verify` on the trace"
         ) from error
 
 

@@ -9,19 +9,17 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.errors import NotATraceError, TraceError, TraceExistsError
 from tracediff.events import Event, Run
 from tracediff.trace import columns
-from tracediff.trace.archive import ArchiveWriter
-from tracediff.trace.dtypes import DTYPES, storable
+from tracediff.trace.dtypes import storable
+from tracediff.trace.hierarchy import Hierarchy
 from tracediff.trace.index import step_index, write_index
 from tracediff.trace.manifest import (
     FORMAT,
@@ -33,14 +31,6 @@ from tracediff.trace.manifest import (
     is_trace,
     sync_folder,
     write_manifest,
-)
-from tracediff.trace.metadata import (
-    STRING,
-    array_json,
-    chunk_keys,
-    chunk_shape,
-    group_json,
-    parents,
 )
 from tracediff.trace.names import payload_key
 from tracediff.trace.summary import FINGERPRINT_FIELDS, digest, plain
@@ -254,15 +244,13 @@ class TraceWriter:
 
 
 class Segment:
-    """One step while it is written: a Zarr hierarchy in a ZIP archive with a temporary name."""
+    """One step while it is written: its events' columns, and their payloads."""
 
     def __init__(self, folder: Path, step: int, rank: int) -> None:
         self.step = step
         self.rank = rank
         self.events: list[Event] = []
-        self._final = folder / f"{step:08d}.zip"
-        self._archive = ArchiveWriter(folder / f".{self._final.name}.tmp")
-        self._nodes: dict[str, str] = {}
+        self._file = Hierarchy(folder / f"{step:08d}.zip")
         self._stored: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
 
     def add(self, event: Event, payload: NDArray[Any] | None) -> None:
@@ -274,7 +262,7 @@ class Segment:
             key = self._stored.get(identity)
             if key is None:
                 key = self._free_key(event)
-                self._write_array(key, payload, event.dtype, event.dims)
+                self._file.add_array(key, payload, event.dtype, event.dims)
                 self._stored[identity] = key
         event = replace(
             event, payload=key, value=plain(event.value), attributes=plain(event.attributes)
@@ -283,70 +271,35 @@ class Segment:
 
     def commit(self) -> int:
         """Finishes the file and renames it; returns its size in bytes."""
+        attributes = {
+            "format": FORMAT,
+            "step": self.step,
+            "rank": self.rank,
+            "events": len(self.events),
+        }
         try:
             self._write_columns()
-            for path in parents(self._nodes):
-                self._nodes[path] = group_json({})
-            for path, document in self._nodes.items():
-                self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
-            attributes = {
-                "format": FORMAT,
-                "step": self.step,
-                "rank": self.rank,
-                "events": len(self.events),
-            }
-            root = group_json({"tracediff": attributes}, self._nodes)
-            self._archive.add(MANIFEST, root.encode("ascii"))
-            self._archive.close()
+            return self._file.commit(attributes)
         except BaseException:
             self.abandon()
             raise
-        self._archive.path.rename(self._final)
-        sync_folder(self._final.parent)
-        return self._archive.size
 
     def abandon(self) -> None:
-        self._archive.abandon()
+        self._file.abandon()
 
     def _free_key(self, event: Event) -> str:
         """A key for the payload; the order tells apart events that share a site."""
         key = payload_key(event.site)
-        return key if key not in self._nodes else f"{key}%@{event.order}"
+        return key if key not in self._file.nodes else f"{key}%@{event.order}"
 
     def _write_columns(self) -> None:
         for name, column in columns.encode(self.events).items():
             path = f"events/{name}"
             dims = columns.DIMS.get(name, ("event",))
             if isinstance(column, list):
-                shape = (len(column),)
-                self._nodes[path] = array_json(shape, shape, STRING, dims)
-                self._archive.add(f"{path}/c/0", columns.encode_strings(column))
+                self._file.add_strings(path, columns.encode_strings(column), len(column), dims)
             else:
-                self._write_array(path, column, column.dtype.name, dims)
-
-    def _write_array(
-        self, path: str, array: NDArray[Any], data_type: str, dims: tuple[str, ...]
-    ) -> None:
-        dtype = DTYPES[data_type]
-        chunk = chunk_shape(array.shape, dtype.itemsize)
-        names = dims if len(dims) == array.ndim else ()
-        self._nodes[path] = array_json(array.shape, chunk, data_type, names)
-        little = np.asarray(array, dtype=dtype, order="C")
-        keys = chunk_keys(array.shape, chunk)
-        for key, block in zip(keys, _blocks(little, chunk), strict=True):
-            self._archive.add(f"{path}/{key}", block.reshape(-1).view(np.uint8).data)
-
-
-def _blocks(array: NDArray[Any], chunk: tuple[int, ...]) -> Iterator[NDArray[Any]]:
-    """The chunks of an array in C order. The last ones are padded, as Zarr wants it."""
-    starts = [range(0, size, part) for size, part in zip(array.shape, chunk, strict=True)]
-    for corner in product(*starts):
-        block = array[tuple(slice(at, at + part) for at, part in zip(corner, chunk, strict=True))]
-        if block.shape != chunk:
-            padded = np.zeros(chunk, array.dtype)
-            padded[tuple(map(slice, block.shape))] = block
-            block = padded
-        yield block
+                self._file.add_array(path, column, column.dtype.name, dims)
 
 
 def _put(new: Path, root: Path, *, replacing: bool) -> None:

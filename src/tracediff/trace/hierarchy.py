@@ -1,0 +1,95 @@
+"""A Zarr v3 hierarchy in one ZIP archive, under a temporary name until it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.trace.archive import ArchiveWriter
+from tracediff.trace.dtypes import DTYPES
+from tracediff.trace.manifest import MANIFEST, sync_folder
+from tracediff.trace.metadata import (
+    STRING,
+    array_json,
+    chunk_keys,
+    chunk_shape,
+    group_json,
+    parents,
+)
+
+
+class Hierarchy:
+    """Writes arrays straight to the file; only their metadata is kept in memory.
+
+    Attributes:
+        nodes: Path of each array -> its `zarr.json`.
+    """
+
+    def __init__(self, final: Path) -> None:
+        """
+        Args:
+            final: The name that `commit` gives the file.
+        """
+        self._final = final
+        self._archive = ArchiveWriter(final.with_name(f".{final.name}.tmp"))
+        self.nodes: dict[str, str] = {}
+
+    def add_array(
+        self, path: str, array: NDArray[Any], data_type: str, dims: tuple[str, ...] = ()
+    ) -> None:
+        """Appends an array of any layout and byte order.
+
+        Args:
+            dims: Names of the dimensions; left out unless there is one for each.
+        """
+        dtype = DTYPES[data_type]
+        chunk = chunk_shape(array.shape, dtype.itemsize)
+        names = dims if len(dims) == array.ndim else ()
+        self.nodes[path] = array_json(array.shape, chunk, data_type, names)
+        little = np.asarray(array, dtype=dtype, order="C")
+        keys = chunk_keys(array.shape, chunk)
+        for key, block in zip(keys, _blocks(little, chunk), strict=True):
+            self._archive.add(f"{path}/{key}", block.reshape(-1).view(np.uint8).data)
+
+    def add_strings(self, path: str, encoded: bytes, count: int, dims: tuple[str, ...]) -> None:
+        """Appends `count` strings, encoded as Zarr's `vlen-utf8` codec does."""
+        self.nodes[path] = array_json((count,), (count,), STRING, dims)
+        self._archive.add(f"{path}/c/0", encoded)
+
+    def commit(self, attributes: Mapping[str, Any]) -> int:
+        """Finishes the file, waits for the disk and renames it; returns its size in bytes.
+
+        Args:
+            attributes: Attribute `tracediff` of the root group.
+        """
+        for path in parents(self.nodes):
+            self.nodes[path] = group_json({})
+        for path, document in self.nodes.items():
+            self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
+        root = group_json({"tracediff": dict(attributes)}, self.nodes)
+        self._archive.add(MANIFEST, root.encode("ascii"))
+        self._archive.close()
+        self._archive.path.rename(self._final)
+        sync_folder(self._final.parent)
+        return self._archive.size
+
+    def abandon(self) -> None:
+        """Closes and removes the file."""
+        self._archive.abandon()
+
+
+def _blocks(array: NDArray[Any], chunk: tuple[int, ...]) -> Iterator[NDArray[Any]]:
+    """The chunks of an array in C order. The last ones are padded, as Zarr wants it."""
+    starts = [range(0, size, part) for size, part in zip(array.shape, chunk, strict=True)]
+    for corner in product(*starts):
+        block = array[tuple(slice(at, at + part) for at, part in zip(corner, chunk, strict=True))]
+        if block.shape != chunk:
+            padded = np.zeros(chunk, array.dtype)
+            padded[tuple(map(slice, block.shape))] = block
+            block = padded
+        yield block
