@@ -53,10 +53,12 @@ class LossHooks:
             if self._depth or in_backward() or not self._state.recording:
                 return original(*args, **kwargs)
             self._depth += 1
+            outer, self._state.stage = self._state.stage, "loss"
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._depth -= 1
+                self._state.stage = outer
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             self._record(name, bound.arguments, result)

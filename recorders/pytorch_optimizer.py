@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tracediff.recorders.pytorch_dataflow import address_of
 from tracediff.recorders.pytorch_state import State
 from tracediff.recorders.pytorch_tensors import out_of_sight, scalar, to_numpy
 from tracediff.recording import Patches
@@ -67,7 +68,11 @@ class OptimizerHooks:
     def _wrap_clip(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(original)
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-            norm = original(parameters, max_norm, *args, **kwargs)
+            outer, self._state.stage = self._state.stage, "optimizer"
+            try:
+                norm = original(parameters, max_norm, *args, **kwargs)
+            finally:
+                self._state.stage = outer
             if self._state.recording:
                 call = self._state.tape.next_call("optimizer", "clip_grad_norm")
                 attributes = {"max_norm": float(max_norm)}
@@ -91,6 +96,7 @@ class OptimizerHooks:
             if parameter.grad is None and not has_closure:
                 continue
             path = self._path(index, parameter)
+            self._name_memory(path, parameter, optimizer.state.get(parameter, {}))
             inputs = self._load_state(optimizer, path, parameter)
             if parameter.grad is not None and (grad := to_numpy(parameter.grad)) is not None:
                 inputs.append(self._emit(parameter, path, "grad", grad, op=op))
@@ -103,8 +109,11 @@ class OptimizerHooks:
         self._trajectory("grad_norm", np.float64(np.sqrt(square)))
         for index, group in enumerate(optimizer.param_groups):
             self._trajectory(f"lr[{index}]" if index else "lr", np.float64(scalar(group["lr"])))
+        self._state.stage = "optimizer"
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._state.stage = ""
+        self._state.memory_names.clear()
         if not self._state.recording:
             return
         op = type(optimizer).__name__
@@ -122,6 +131,16 @@ class OptimizerHooks:
                 self._emit(parameter, path, "param", after, op, inputs)
         self._pending = []
         self._state.tape.advance()
+
+    def _name_memory(self, path: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Lets operations on these tensors be told by the parameter that they belong to."""
+        names = self._state.memory_names
+        names[address_of(parameter)] = path, path
+        if parameter.grad is not None:
+            names[address_of(parameter.grad)] = path, f"{path}:grad"
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                names[address_of(value)] = path, f"{path}:state.{name}"
 
     def _path(self, index: int, parameter: torch.Tensor) -> str:
         """Path of a parameter, or its place in the optimizer if it belongs to no root."""

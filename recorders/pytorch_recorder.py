@@ -14,6 +14,7 @@ import torch
 
 from tracediff.recorders.pytorch_loss import LossHooks
 from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
+from tracediff.recorders.pytorch_operations import OperationHooks
 from tracediff.recorders.pytorch_optimizer import OptimizerHooks
 from tracediff.recorders.pytorch_rope import RopeHooks
 from tracediff.recorders.pytorch_state import State
@@ -41,6 +42,8 @@ class Recorder(BaseRecorder):
         RopeHooks(state, patches, modules).install()
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()
+        if self.tape.policy.level == "op":
+            OperationHooks(state, patches).install()
         if importlib.util.find_spec("transformers") is not None:
             from tracediff.recorders.transformers_rendering import RenderingHooks
 

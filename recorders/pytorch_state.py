@@ -21,6 +21,9 @@ class State:
     Attributes:
         optimizer_seen: An optimizer exists in the process, so steps are counted by its updates
             and calls without gradients are evaluations.
+        stage: `loss` or `optimizer` while code of that stage runs outside of modules, else "".
+        memory_names: Address of the memory of parameters, gradients and state that are about to
+            be updated -> path of the parameter and name of the tensor.
         backward_call: Index of the backward pass within the step (of the micro-batch).
         open: Calls that are running, innermost last; None for a repeated one that was not
             recorded the first time.
@@ -32,6 +35,8 @@ class State:
         self.tape = tape
         self.roots = Roots(tape)
         self.optimizer_seen = False
+        self.stage = ""
+        self.memory_names: dict[int | None, tuple[str, str]] = {}
         self.backward_call = 0
         self.open: list[Frame | None] = []
         self.segments: list[list[Frame]] = []

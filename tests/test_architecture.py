@@ -15,7 +15,7 @@ CORE = ROOT / "src" / "tracediff"
 
 TIERS = (
     {"errors", "events"},
-    {"verdict"},
+    {"verdict", "operations"},
     {"trace"},
     {"tape"},
     {"recording", "replaying", "compare", "rendering"},

@@ -44,6 +44,7 @@ def record(
     level: str = "module",
     steps: str | None = None,
     sketch_every: int = 100,
+    only: str | None = None,
     overwrite: bool = False,
     argv: Sequence[str] = (),
     source: str = "",
@@ -56,9 +57,11 @@ def record(
         output: Where the trace is written; must not exist unless `overwrite`.
         stack: `pytorch`, `mlx`, or the name of an installed third-party stack; by default the
             one whose framework this process has imported.
-        level: `digest` or `module`.
-        steps: Steps whose payloads are kept, such as `0:3,100`; all by default.
+        level: `digest`, `module` or `op`.
+        steps: Steps whose payloads are kept and whose operations are recorded, such as
+            `0:3,100`; all by default.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
+        only: Module path or pattern, to which payloads and operations are restricted.
         settings: Further settings of the run, for the manifest.
         recorder: Makes the recorder; by default that of the stack.
 
@@ -67,7 +70,7 @@ def record(
         StackError: The stack is unknown or not installed.
         TraceExistsError: `output` holds something.
     """
-    policy = Policy(level=level, steps=parse_steps(steps), sketch_every=sketch_every)
+    policy = Policy(level=level, steps=parse_steps(steps), sketch_every=sketch_every, only=only)
     stack = stack or imported()
     make = recorder or load_recorder(stack)
     run = Run(
@@ -76,7 +79,7 @@ def record(
         level=level,
         source_digest=digest_value(source).hex() if source else "",
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        settings={"steps": steps, "sketch_every": sketch_every, **(settings or {})},
+        settings={"steps": steps, "sketch_every": sketch_every, "only": only, **(settings or {})},
     )
     writer = TraceWriter(output, run, overwrite=overwrite)
     tape = Tape(writer, policy)
@@ -104,6 +107,7 @@ def record_script(
     level: str = "module",
     steps: str | None = None,
     sketch_every: int = 100,
+    only: str | None = None,
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
     recorder: Callable[[Tape], Recorder] | None = None,
@@ -131,6 +135,7 @@ def record_script(
                 level=level,
                 steps=steps,
                 sketch_every=sketch_every,
+                only=only,
                 overwrite=overwrite,
                 argv=argv,
                 settings=settings,

@@ -6,6 +6,8 @@ so that recorders stay small and all of them record alike.
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import sys
 import threading
 from collections import defaultdict
@@ -23,7 +25,7 @@ from tracediff.events import EXACT_KINDS, Event, Site
 from tracediff.trace import TraceWriter
 from tracediff.trace.summary import digest, digest_value, fingerprint, sketch
 
-LEVELS: Final = ("digest", "module")
+LEVELS: Final = ("digest", "module", "op")
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
@@ -54,15 +56,19 @@ class Policy:
     """Which payloads and sketches are kept.
 
     Attributes:
-        level: `digest` keeps no tensor payloads, `module` keeps them at module boundaries.
-        steps: Steps whose payloads are kept, or None for all.
+        level: `digest` keeps no tensor payloads, `module` keeps them at module boundaries, `op`
+            those of every operation as well.
+        steps: Steps whose payloads are kept and whose operations are recorded, or None for all.
         sketch_every: At level `digest`, steps at which every event keeps a sketch. State
             (parameters, optimizer) keeps one at every step.
+        only: Module path, or a pattern for it, to which tensor payloads and operations are
+            restricted; what is inside the module belongs to it.
     """
 
     level: str = "module"
     steps: Sequence[range] | None = None
     sketch_every: int = 100
+    only: str | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -70,12 +76,19 @@ class Policy:
         if self.sketch_every < 1:
             raise UsageError(f"--sketch-every is {self.sketch_every}: it must be 1 or more")
 
-    def keeps_payload(self, step: int, phase: str, kind: str) -> bool:
+    def keeps_payload(self, step: int, phase: str, kind: str, path: str) -> bool:
         if kind in EXACT_KINDS or phase in ("rendering", "rng"):
             return True
-        if self.level == "digest":
+        return self.level != "digest" and self._selects(step, path)
+
+    def records_operations(self, step: int, path: str) -> bool:
+        """Whether operations of the module at `path` are recorded."""
+        return self.level == "op" and self._selects(step, path)
+
+    def _selects(self, step: int, path: str) -> bool:
+        if self.steps is not None and not any(step in steps for steps in self.steps):
             return False
-        return self.steps is None or any(step in steps for steps in self.steps)
+        return self.only is None or _within(path.partition("@")[0], self.only)
 
     def keeps_sketch(self, step: int, phase: str) -> bool:
         return phase in ("loading", "optimizer") or step < 3 or step % self.sketch_every == 0
@@ -294,7 +307,7 @@ class Tape:
             if not source and phase in SOURCED_STAGES:
                 source = user_line()
             order, self._order = self._order, self._order + 1
-            keep = self.policy.keeps_payload(self.step, phase, kind)
+            keep = self.policy.keeps_payload(self.step, phase, kind, path)
             wants_sketch = array is not None and not keep and kind == "tensor"
             digest_of_value = digest_value(value) if array is None else digest(array)
             event = Event(
@@ -351,6 +364,14 @@ def user_line() -> str:
             return f"{Path(filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _within(path: str, pattern: str) -> bool:
+    """Whether a path, or one of the modules that it is inside of, is or matches the pattern."""
+    parts = path.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(prefix == pattern or fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 def _default_kind(value: Any) -> str:

@@ -162,13 +162,18 @@ def _steps(
     for done, number in enumerate(common):
         if progress:
             progress(f"step {number}", done, len(common))
-        events = traces[0].events(number), traces[1].events(number)
+        events = _at_modules(traces[0].events(number)), _at_modules(traces[1].events(number))
         alignment = _comparable(align(*events, stacks, options.rules), stacks)
         judge = StepJudge(traces, alignment, events, state, options)
         judged = judge.run()
         yield Step(number, alignment, judged, judge, missing.missing(alignment, stacks))
     if progress:
         progress("done", len(common), len(common))
+
+
+def _at_modules(events: Sequence[Event]) -> list[Event]:
+    """The events at module boundaries, without those of single operations."""
+    return [event for event in events if event.attributes.get("level") != "op"]
 
 
 def _comparable(alignment: Alignment, stacks: tuple[str, str]) -> Alignment:

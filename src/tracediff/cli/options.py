@@ -60,11 +60,22 @@ Stack = Annotated[
 ]
 Level = Annotated[
     str,
-    typer.Option(help="digest keeps summaries of all values; module also keeps the values."),
+    typer.Option(
+        help="digest keeps summaries of all values; module also keeps the values; op records "
+        "every operation as well."
+    ),
 ]
 Steps = Annotated[
     str | None,
-    typer.Option(metavar="STEPS", help="Keep values only at these steps, such as 0:3,100."),
+    typer.Option(
+        metavar="STEPS", help="Keep values and operations only at these steps, such as 0:3,100."
+    ),
+]
+Only = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH", help="Keep values and operations only inside this module (or pattern)."
+    ),
 ]
 SketchEvery = Annotated[
     int, typer.Option(metavar="N", help="At level digest, keep sketches at every Nth step.")

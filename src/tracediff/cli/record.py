@@ -18,6 +18,7 @@ def record(
     arguments: options.ScriptArguments = None,
     stack: options.Stack = "auto",
     level: options.Level = "module",
+    only: options.Only = None,
     steps: options.Steps = None,
     sketch_every: options.SketchEvery = 100,
     overwrite: options.Overwrite = False,
@@ -32,6 +33,7 @@ def record(
         stack=None if stack == "auto" else stack,
         level=level,
         steps=steps,
+        only=only,
         sketch_every=sketch_every,
         overwrite=overwrite,
     )

@@ -1,0 +1,156 @@
+"""Events of operations, on every stack alike: paths, lines of code, leaves and outputs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from tracediff.operations import LEAF, canonical_operation
+from tracediff.recording import Tape
+
+_HERE: Final = Path(__file__).resolve().parent
+_CORE: Final = Path(sys.modules["tracediff"].__file__ or "").resolve().parent
+
+
+@dataclass(slots=True)
+class Place:
+    """Where an operation runs: stage, module path, and the lines of code that issued it.
+
+    Attributes:
+        source: Innermost line outside the framework itself.
+        user_line: Innermost line that belongs to no installed package.
+    """
+
+    phase: str
+    path: str
+    source: str = ""
+    user_line: str = ""
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation that ran.
+
+    Attributes:
+        name: The stack's own name for it.
+        inputs: Orders of the events that its tensor arguments come from.
+        args: Arguments that are no data, by name.
+        operands: Data arguments in order, None for a tensor, where some are numbers; else ().
+        attributes: What else is known about it.
+    """
+
+    name: str
+    place: Place
+    inputs: Sequence[int] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    operands: Sequence[Any] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OperationEvents:
+    """Writes operations and leaves onto the tape."""
+
+    def __init__(self, tape: Tape, stack: str) -> None:
+        self._tape = tape
+        self._stack = stack
+
+    def leaf(self, place: Place, name: str, array: NDArray[Any]) -> int:
+        """Records a value that no recorded operation of this step made."""
+        attributes = {"level": "op", "canonical": LEAF, "leaf": True, "name": name}
+        call = self._tape.next_call(place.phase, f"{place.path}@{LEAF}")
+        return self._emit(
+            place, LEAF, LEAF, port="out", array=array, inputs=(), attributes=attributes, call=call
+        )
+
+    def outputs(
+        self, operation: Operation, arrays: Sequence[NDArray[Any] | None]
+    ) -> list[int | None]:
+        """Records what an operation returned; None stands for an output without a value."""
+        canonical = canonical_operation(self._stack, operation.name)
+        attributes = {"level": "op", "canonical": canonical, **operation.attributes}
+        if operation.args:
+            attributes["args"] = dict(operation.args)
+        if operation.operands:
+            attributes["operands"] = list(operation.operands)
+        place = operation.place
+        if place.user_line and place.user_line != place.source:
+            attributes["user_line"] = place.user_line
+        call = self._tape.next_call(place.phase, f"{place.path}@{canonical}")
+        emit = functools.partial(
+            self._emit, place, canonical, operation.name, inputs=operation.inputs
+        )
+        orders: list[int | None] = []
+        for index, array in enumerate(arrays):
+            port = f"out.{index}" if len(arrays) > 1 else "out"
+            orders.append(
+                None
+                if array is None
+                else emit(port=port, array=array, attributes=attributes, call=call)
+            )
+        return orders
+
+    def _emit(
+        self,
+        place: Place,
+        canonical: str,
+        op: str,
+        *,
+        port: str,
+        array: NDArray[Any],
+        inputs: Sequence[int],
+        attributes: Mapping[str, Any],
+        call: int,
+    ) -> int:
+        path = f"{place.path}@{canonical}"
+        return self._tape.emit(
+            place.phase,
+            path,
+            port,
+            array,
+            kind="tensor",
+            call=call,
+            op=op,
+            source=place.source,
+            inputs=inputs,
+            attributes=attributes,
+        )
+
+
+def issuing_lines(framework: str) -> tuple[str, str]:
+    """The innermost line outside a framework, and the innermost one outside all packages.
+
+    Args:
+        framework: Folder of the framework's own code.
+
+    Returns:
+        Both as `file:line`, "" where there is none.
+    """
+    source = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename, framework)
+        if kind != "framework":
+            line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            source = source or line
+            if kind == "user":
+                return source, line
+        frame = frame.f_back
+    return source, ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(filename: str, framework: str) -> str:
+    """Whose code a file is: the framework's (or Python's, or ours), a package's, the user's."""
+    if "site-packages" in filename and not filename.startswith(framework):
+        return "package"
+    ours = filename.startswith((framework, "<", sys.base_prefix)) or any(
+        Path(filename).resolve().is_relative_to(folder) for folder in (_HERE, _CORE)
+    )
+    return "framework" if ours else "user"

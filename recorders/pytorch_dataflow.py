@@ -1,0 +1,119 @@
+"""Which event holds the value of a tensor: data flow through memory, within one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tracediff.recorders.pytorch_tensors import has_values
+
+View = tuple[Any, ...]
+"""How a tensor looks at its storage."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is known about one storage.
+
+    Attributes:
+        reference: Keeps the storage's address from being used again, not its memory.
+        writer: Order of the event that last wrote to it, through whichever view.
+        holders: For each view, the order of the event with its value.
+    """
+
+    reference: StorageWeakRef
+    writer: int
+    holders: dict[View, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the tape knows about a tensor's value.
+
+    Attributes:
+        order: Event that holds it, or held it before something was written to the memory.
+        current: Whether it still does.
+        sources: Orders that the present value comes from, where it is not current.
+    """
+
+    order: int | None
+    current: bool
+    sources: tuple[int, ...] = ()
+
+
+class DataFlow:
+    """Knows tensors by the memory that they look at, not by their Python objects.
+
+    Autograd makes new tensor objects for views and for what it saved, and addresses are used again
+    after a storage is freed.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Memory] = {}
+
+    def clear(self) -> None:
+        self._memory.clear()
+
+    def held(self, tensor: torch.Tensor) -> Held | None:
+        """The event with the tensor's value; None where its memory is not known."""
+        memory = self._known(tensor)
+        if memory is None:
+            return None
+        order = memory.holders.get(_view(tensor))
+        if order is not None and order >= memory.writer:
+            return Held(order, current=True)
+        sources = {source for source in (order, memory.writer) if source is not None}
+        return Held(order, False, tuple(sorted(sources)))
+
+    def hold(self, tensor: torch.Tensor, order: int, *, written: bool) -> None:
+        """Says that an event has the tensor's value, and whether it wrote to memory in use."""
+        key = address_of(tensor)
+        if key is None:
+            return
+        memory = self._known(tensor)
+        if memory is None:
+            weak: Any = StorageWeakRef
+            memory = self._memory[key] = Memory(weak(tensor.untyped_storage()), order)
+        if written:
+            memory.writer = order
+        memory.holders[_view(tensor)] = order
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Says that the tensor's memory was written to by something that is not recorded."""
+        key = address_of(tensor)
+        if key is not None:
+            self._memory.pop(key, None)
+
+    def address(self, tensor: torch.Tensor) -> int | None:
+        """Address of the tensor's storage; None where it has no memory of its own."""
+        return address_of(tensor)
+
+    def key(self, tensor: torch.Tensor) -> View | None:
+        """Equal for two tensors that are the same view of the same memory."""
+        address = address_of(tensor)
+        return None if address is None else (address, *_view(tensor))
+
+    def share_memory(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        key = address_of(one)
+        return key is not None and key == address_of(other)
+
+    def _known(self, tensor: torch.Tensor) -> Memory | None:
+        key = address_of(tensor)
+        return None if key is None else self._memory.get(key)
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Address of the storage, which stays the same for all views of it."""
+    if tensor.layout is not torch.strided or not has_values(tensor):
+        return None
+    storage: Any = tensor.untyped_storage()
+    return int(storage._cdata)
+
+
+def _view(tensor: torch.Tensor) -> View:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.storage_offset(), shape, stride, tensor.dtype, bits
