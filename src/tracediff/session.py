@@ -46,6 +46,7 @@ def record(
     sketch_every: int = 100,
     only: str | None = None,
     overwrite: bool = False,
+    on_error: str = "stop",
     argv: Sequence[str] = (),
     source: str = "",
     settings: Mapping[str, Any] | None = None,
@@ -62,6 +63,8 @@ def record(
             `0:3,100`; all by default.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
         only: Module path or pattern, to which payloads and operations are restricted.
+        on_error: `stop` raises what the file system refuses inside the block, `continue` ends the
+            recording with a warning and lets the block run on.
         settings: Further settings of the run, for the manifest.
         recorder: Makes the recorder; by default that of the stack.
 
@@ -81,7 +84,7 @@ def record(
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         settings={"steps": steps, "sketch_every": sketch_every, "only": only, **(settings or {})},
     )
-    writer = TraceWriter(output, run, overwrite=overwrite)
+    writer = _writer(output, run, overwrite, on_error)
     tape = Tape(writer, policy)
     attachable = make(tape)
     tape.emit_settings(_environment(attachable))
@@ -98,6 +101,17 @@ def record(
     writer.finish("finished")
 
 
+def _writer(output: str | Path, run: Run, overwrite: bool, on_error: str) -> TraceWriter:
+    if on_error not in ("stop", "continue"):
+        raise UsageError(f"--on-error is {on_error!r}: it is stop or continue")
+    on_refusal = _tell if on_error == "continue" else None
+    return TraceWriter(output, run, overwrite=overwrite, on_refusal=on_refusal)
+
+
+def _tell(text: str) -> None:
+    print(f"tracediff: {text}; the script goes on", file=sys.stderr)
+
+
 def record_script(
     script: str,
     args: Sequence[str],
@@ -109,6 +123,7 @@ def record_script(
     sketch_every: int = 100,
     only: str | None = None,
     overwrite: bool = False,
+    on_error: str = "stop",
     settings: Mapping[str, Any] | None = None,
     recorder: Callable[[Tape], Recorder] | None = None,
 ) -> Run:
@@ -137,6 +152,7 @@ def record_script(
                 sketch_every=sketch_every,
                 only=only,
                 overwrite=overwrite,
+                on_error=on_error,
                 argv=argv,
                 settings=settings,
                 recorder=recorder,

@@ -81,3 +81,10 @@ SketchEvery = Annotated[
     int, typer.Option(metavar="N", help="At level digest, keep sketches at every Nth step.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is there.")]
+OnError = Annotated[
+    str,
+    typer.Option(
+        metavar="stop|continue",
+        help="When the trace cannot be written: stop the script, or let it run on without.",
+    ),
+]

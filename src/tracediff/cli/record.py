@@ -22,6 +22,7 @@ def record(
     steps: options.Steps = None,
     sketch_every: options.SketchEvery = 100,
     overwrite: options.Overwrite = False,
+    on_error: options.OnError = "stop",
 ) -> int:
     """Run a training script as it is, and record what it computes."""
     from tracediff.session import record_script
@@ -36,6 +37,7 @@ def record(
         only=only,
         sketch_every=sketch_every,
         overwrite=overwrite,
+        on_error=on_error,
     )
     for note in run.notes:
         output.tell(f"note: {note}")

@@ -6,8 +6,8 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +50,13 @@ class TraceWriter:
     """
 
     def __init__(
-        self, path: str | Path, run: Run, *, overwrite: bool = False, rank: int = 0
+        self,
+        path: str | Path,
+        run: Run,
+        *,
+        overwrite: bool = False,
+        rank: int = 0,
+        on_refusal: Callable[[str], None] | None = None,
     ) -> None:
         """Creates the trace, with status `recording`.
 
@@ -60,6 +66,9 @@ class TraceWriter:
                 the new one has its manifest.
             rank: Rank of this process. Rank 0 creates the trace and owns its manifest, others
                 join it.
+            on_refusal: Called once with one sentence when the file system refuses a write, such as
+                on a full disk; from then on nothing is written and nothing raised. By default the
+                error is raised.
 
         Raises:
             TraceExistsError: `path` holds something, or another process records into it.
@@ -75,6 +84,8 @@ class TraceWriter:
         self._last_step = -1
         self._committed = 0
         self._finished = False
+        self._on_refusal = on_refusal
+        self._refused: TraceError | None = None
         with _writing(self.path):
             if rank:
                 self._lock = self._join()
@@ -108,10 +119,10 @@ class TraceWriter:
             TraceError: The payload's dtype cannot be stored, or the disk is full.
             ValueError: The event's step is not the open one, or event and payload disagree.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._gave_up():
             return
         self._check(event, payload)
-        with _writing(self.path):
+        with self._whole_steps():
             if self._segment is None:
                 self._segment = Segment(self._folder, event.site.step, self.rank)
             self._segment.add(event, payload)
@@ -127,11 +138,11 @@ class TraceWriter:
         if self._segment is None or os.getpid() != self._pid:
             return
         segment, self._segment = self._segment, None
-        with _writing(self.path):
+        with self._whole_steps():
             size = segment.commit()
+            self._last_step = segment.step
+            self._committed += 1
             write_index(self._root, self.rank, step_index(segment.step, segment.events, size))
-        self._last_step = segment.step
-        self._committed += 1
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""
@@ -149,18 +160,46 @@ class TraceWriter:
     def finish(self, status: str = "finished", error: str | None = None) -> None:
         """Commits the open step, writes the final status and releases the lock.
 
-        A second call does nothing.
+        A second call does nothing. Where a step could not be written, the status is `failed`.
+
+        Raises:
+            TraceError: The last step or the manifest cannot be written.
         """
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
+        meant_well = status == "finished"
         try:
-            self.commit_step()
+            with suppress(TraceError):  # raised below, once the manifest says it
+                self.commit_step()
+            if self._refused is not None:
+                status, error = "failed", error or str(self._refused)
             self.run = replace(self.run, status=status, error=error)
             self._write_manifest(self._committed)
         finally:
-            self.discard_step()
             self._lock.release()
+        if meant_well:
+            self._gave_up()
+
+    def _gave_up(self) -> bool:
+        """Whether the file system refused a write; raises that error unless it was told already."""
+        if self._refused is not None and self._on_refusal is None:
+            raise self._refused
+        return self._refused is not None
+
+    @contextmanager
+    def _whole_steps(self) -> Iterator[None]:
+        """Where part of a step cannot be written, that step is given up and no other begun."""
+        try:
+            with _writing(self.path):
+                yield
+        except TraceError as error:
+            self.discard_step()
+            first, self._refused = self._refused is None, error
+            if self._on_refusal is None:
+                raise
+            if first:
+                self._on_refusal(f"recording stopped: {error}")
 
     @property
     def _folder(self) -> Path:
@@ -168,7 +207,7 @@ class TraceWriter:
 
     def _write_manifest(self, committed: int | None = None) -> None:
         if self.rank == 0 and os.getpid() == self._pid:
-            with _writing(self.path):
+            with self._whole_steps():
                 write_manifest(self._root, self.run, committed)
 
     def _check(self, event: Event, payload: NDArray[Any] | None) -> None:

@@ -1,0 +1,147 @@
+"""`python -m benchmarks.kills`: a recording process is killed at random moments, again and again.
+
+After each SIGKILL every step that the process had reported as committed must read back verified,
+with the values that belong to it, and no other step may be visible than the one after it. As a
+control, a plain directory of arrays with a growing step axis is written and killed the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tracediff.trace import Trace, verify
+
+TENSORS: Final = 40
+SHAPE: Final = (64, 64)
+
+_CHILD: Final = """
+import sys
+from benchmarks.kills import {writer}
+{writer}(sys.argv[1])
+"""
+
+
+def value_of(step: int, tensor: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """What tensor number `tensor` holds at a step: never zero."""
+    return np.random.default_rng((step, tensor)).standard_normal(SHAPE, dtype=np.float32)
+
+
+def write_trace(path: str) -> None:
+    """Records until it is killed, and prints each step once it is committed."""
+    from tracediff.events import Run
+    from tracediff.testing import build_event
+    from tracediff.trace import TraceWriter
+
+    with TraceWriter(path, Run(stack="pytorch")) as writer:
+        for step in range(1_000_000):
+            for tensor in range(TENSORS):
+                value = value_of(step, tensor)
+                writer.add(
+                    build_event(f"{step}/forward/layer.{tensor}#0:out", value, tensor), value
+                )
+            writer.commit_step()
+            print(step, flush=True)
+
+
+def write_plain(path: str) -> None:
+    """The control: one Zarr array for each tensor with a growing step axis."""
+    import zarr
+
+    group = zarr.open_group(path, mode="w")
+    arrays = [
+        group.create_array(f"layer.{tensor}", shape=(0, *SHAPE), chunks=(1, *SHAPE), dtype="f4")
+        for tensor in range(TENSORS)
+    ]
+    for step in range(1_000_000):
+        for tensor, array in enumerate(arrays):
+            array.resize((step + 1, *SHAPE))
+            array[step] = value_of(step, tensor)
+        print(step, flush=True)
+
+
+def kill(writer: str, path: Path, seconds: float) -> int:
+    """Starts a writer, kills it `seconds` after its first step; returns the last step reported."""
+    program = _CHILD.format(writer=writer)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        first = child.stdout.readline()
+        time.sleep(seconds)
+        child.send_signal(signal.SIGKILL)
+        lines = [first, *child.stdout]
+    return int(lines[-1] if lines[-1].endswith("\n") else lines[-2])
+
+
+def check_trace(path: Path, reported: int) -> str:
+    """How a killed trace reads: `sound`, or what is wrong with it."""
+    found = verify(path)
+    if not found.sound:
+        return f"damaged: {found.damage[0].what}"
+    with Trace(path) as trace:
+        if trace.steps not in (list(range(reported + 1)), list(range(reported + 2))):
+            return f"{len(trace.steps)} steps where {reported + 1} were reported"
+        for step in trace.steps:
+            for event in trace.events(step):
+                if not np.array_equal(trace.array(event), value_of(step, event.order)):
+                    return f"wrong values in step {step}"
+    return "sound"
+
+
+def check_plain(path: Path, reported: int) -> str:
+    """How the control reads, over the steps that its arrays claim to have."""
+    import zarr
+
+    group = zarr.open_group(str(path), mode="r")
+    zeros = lengths = 0
+    for tensor in range(TENSORS):
+        array = group[f"layer.{tensor}"]
+        lengths |= array.shape[0] - 1 != reported
+        zeros |= not np.asarray(array[-1]).any()
+    return "silent zeros" if zeros else "arrays of different lengths" if lengths else "sound"
+
+
+def run(writer: str, count: int, seed: int = 0) -> Counter[str]:
+    """Kills a writer `count` times; returns how the results read."""
+    rng = random.Random(seed)
+    check = {"write_trace": check_trace, "write_plain": check_plain}[writer]
+    endings: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            path = Path(folder) / "run.zarr"
+            reported = kill(writer, path, rng.uniform(0.0, 0.3))
+            endings[check(path, reported)] += 1
+            shutil.rmtree(path)
+            if sys.stderr.isatty():
+                print(f"\r{writer}: {number + 1} of {count}", end="", file=sys.stderr)
+    return endings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="kills of each writer")
+    given = parser.parse_args()
+    broken = 0
+    for writer, name in (("write_trace", "tracediff"), ("write_plain", "plain Zarr arrays")):
+        endings = run(writer, given.count)
+        for ending, times in endings.most_common():
+            print(f"{name}: {times} of {given.count} {ending}")
+        if writer == "write_trace":
+            broken = given.count - endings["sound"]
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()
