@@ -46,7 +46,7 @@ for step in range(10**6):
 def path(tmp_path: Path) -> Path:
     values: list[tuple[str, object]] = []
     for step in range(3):
-        values += [(f"{step}/rendering/sample[0].text", f"dose {step}")]
+        values += [(f"{step}/rendering/prompt.text", f"dose {step}")]
         values += [(f"{step}/forward/m{i}#0:out", np.arange(40.0) + i + step) for i in range(3)]
         values += [(f"{step}/trajectory/loss#0:out", float(step))]
     return build_trace(tmp_path / "t.zarr", values)

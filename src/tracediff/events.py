@@ -47,6 +47,15 @@ _SITE = re.compile(
 )
 
 
+_SAMPLE = re.compile(r"sample\[(0|[1-9]\d{0,17})\]\.(.+)", re.DOTALL)
+
+
+def sample_step(path: str) -> tuple[int, str] | None:
+    """Index and step of a rendered sample, from a path such as `sample[17].text`; else None."""
+    match = _SAMPLE.fullmatch(path)
+    return (int(match[1]), match[2]) if match else None
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Site:
     """Where a value is recorded, printed `step/phase/path#call:port`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ from tracediff.events import Event
 from tracediff.report.json import FORMAT, plain
 from tracediff.report.text import Harmless, inert, number
 from tracediff.trace import Trace
+from tracediff.trace.overview import stage_counts
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 
 _SHOWN_EVENTS: Final = 40
@@ -59,7 +59,7 @@ class RunView:
 
     def as_json(self) -> dict[str, Any]:
         trace = self.trace
-        counts = {step: Counter(e.site.phase for e in trace.events(step)) for step in trace.steps}
+        counts = {step: stage_counts(trace, step) for step in trace.steps}
         steps = [{"step": step, "events": events} for step, events in counts.items()]
         shown = {"path": str(trace.path), "run": trace.run, "steps": steps}
         return {"format": FORMAT, **plain(shown)}

@@ -75,7 +75,8 @@ def encode(events: Sequence[Event]) -> dict[str, Column]:
     digests = b"".join(event.digest or bytes(DIGEST_SIZE) for event in events)
     columns["digest"] = np.frombuffer(digests, np.uint8).reshape(len(events), DIGEST_SIZE)
     none = (float("nan"),) * len(FINGERPRINT_FIELDS)
-    columns["fingerprint"] = np.array([event.fingerprint or none for event in events], "<f8")
+    statistics = [event.fingerprint or none for event in events]
+    columns["fingerprint"] = np.array(statistics, "<f8").reshape(-1, len(FINGERPRINT_FIELDS))
     kept = [(index, event.sketch) for index, event in enumerate(events) if event.sketch is not None]
     columns["sketch_index"] = np.array([index for index, _ in kept], dtype="<i8")
     columns["sketch"] = np.array([row for _, row in kept], "<f8").reshape(-1, SKETCH_SIZE)

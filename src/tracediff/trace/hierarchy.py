@@ -28,6 +28,7 @@ class Hierarchy:
 
     Attributes:
         nodes: Path of each array -> its `zarr.json`.
+        groups: Path of a group -> its attributes, for those that have any.
     """
 
     def __init__(self, final: Path) -> None:
@@ -38,6 +39,11 @@ class Hierarchy:
         self._final = final
         self._archive = ArchiveWriter(final.with_name(f".{final.name}.tmp"))
         self.nodes: dict[str, str] = {}
+        self.groups: dict[str, Mapping[str, Any]] = {}
+
+    def add_chunk(self, key: str, data: bytes) -> None:
+        """Appends one encoded chunk of an array whose metadata is put into `nodes` later."""
+        self._archive.add(key, data)
 
     def add_array(
         self, path: str, array: NDArray[Any], data_type: str, dims: tuple[str, ...] = ()
@@ -58,8 +64,9 @@ class Hierarchy:
 
     def add_strings(self, path: str, encoded: bytes, count: int, dims: tuple[str, ...]) -> None:
         """Appends `count` strings, encoded as Zarr's `vlen-utf8` codec does."""
-        self.nodes[path] = array_json((count,), (count,), STRING, dims)
-        self._archive.add(f"{path}/c/0", encoded)
+        self.nodes[path] = array_json((count,), (max(1, count),), STRING, dims)
+        if count:
+            self._archive.add(f"{path}/c/0", encoded)
 
     def commit(self, attributes: Mapping[str, Any]) -> int:
         """Finishes the file, waits for the disk and renames it; returns its size in bytes.
@@ -68,7 +75,7 @@ class Hierarchy:
             attributes: Attribute `tracediff` of the root group.
         """
         for path in parents(self.nodes):
-            self.nodes[path] = group_json({})
+            self.nodes[path] = group_json(self.groups.get(path, {}))
         for path, document in self.nodes.items():
             self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
         root = group_json({"tracediff": dict(attributes)}, self.nodes)

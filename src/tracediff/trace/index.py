@@ -40,16 +40,26 @@ class StepIndex:
     segment_bytes: int = 0
 
 
-def step_index(step: int, events: Sequence[Event], segment_bytes: int) -> StepIndex:
-    """Makes the index of a step from its events, in any order."""
+def step_index(
+    step: int,
+    events: Sequence[Event],
+    segment_bytes: int,
+    samples: tuple[int, bytes] = (0, b""),
+) -> StepIndex:
+    """Makes the index of a step.
+
+    Args:
+        events: Those of the columns, in any order.
+        samples: Number of rows in the table of samples, and their root.
+    """
     ordered = sorted(events, key=lambda event: event.order)
     by_phase: dict[str, list[Event]] = {}
     for event in ordered:
         by_phase.setdefault(event.site.phase, []).append(event)
     return StepIndex(
         step=step,
-        events=len(ordered),
-        root=_digest(ordered),
+        events=len(ordered) + samples[0],
+        root=_digest(ordered, samples[1]),
         states={phase: _digest(by_phase[phase]) for phase in STATE_PHASES if phase in by_phase},
         scalars={
             str(event.site): event.value
@@ -82,7 +92,7 @@ def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepInde
     return index if (index.step, index.segment_bytes) == (step, segment_bytes) else None
 
 
-def _digest(events: Iterable[Event]) -> str:
+def _digest(events: Iterable[Event], samples: bytes = b"") -> str:
     """xxh3-128 over site, dtype, shape and digest of each event, without the step's number."""
     total = xxhash.xxh3_128()
     for event in events:
@@ -90,4 +100,5 @@ def _digest(events: Iterable[Event]) -> str:
         head = (site.phase, site.path, site.call, site.port, event.dtype, event.shape)
         total.update(repr(head).encode("utf-8", "backslashreplace"))
         total.update(event.digest)
+    total.update(samples)
     return total.hexdigest()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tracediff.trace.compression import codec_json
 from tracediff.trace.dtypes import DTYPES, fill_value
 
 CHUNK_LIMIT: Final = 64 << 20
@@ -41,9 +42,17 @@ def chunk_keys(shape: Sequence[int], chunk: Sequence[int]) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def array_json(
-    shape: tuple[int, ...], chunk: tuple[int, ...], data_type: str, dims: tuple[str, ...] = ()
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...],
+    data_type: str,
+    dims: tuple[str, ...] = (),
+    shuffle: bool | None = None,
 ) -> str:
-    """The `zarr.json` of an array of strings or of one of `dtypes.DTYPES`, uncompressed."""
+    """The `zarr.json` of an array of strings or of one of `dtypes.DTYPES`.
+
+    Args:
+        shuffle: Of the compression (see `compression.compress`); None where there is none.
+    """
     if data_type == STRING:
         codec: dict[str, Any] = {"name": "vlen-utf8", "configuration": {}}
         fill: Any = ""
@@ -52,6 +61,7 @@ def array_json(
         if DTYPES[data_type].itemsize > 1:
             codec["configuration"] = {"endian": "little"}
         fill = fill_value(data_type)
+    compression = [] if shuffle is None else [codec_json(DTYPES[data_type].itemsize, shuffle)]
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -60,7 +70,7 @@ def array_json(
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
-        "codecs": [codec],
+        "codecs": [codec, *compression],
         "attributes": {},
         "storage_transformers": [],
     }
@@ -106,6 +116,7 @@ class ArrayInfo:
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     data_type: str
+    compressed: bool = False
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -131,7 +142,8 @@ def parse_array(document: Any) -> ArrayInfo:
     names = (
         [c.get("name") for c in codecs if isinstance(c, dict)] if isinstance(codecs, list) else []
     )
-    if names != (["vlen-utf8"] if data_type == STRING else ["bytes"]):
+    allowed = [["vlen-utf8"]] if data_type == STRING else [["bytes"], ["bytes", "blosc"]]
+    if names not in allowed:
         raise ValueError(f"its codecs are {names}, which this release does not read")
     grid = document.get("chunk_grid")
     configuration = grid.get("configuration") if isinstance(grid, dict) else None
@@ -140,7 +152,7 @@ def parse_array(document: Any) -> ArrayInfo:
     parts = check_shape(chunk)
     if len(parts) != len(shape) or not all(parts):
         raise ValueError(f"its shape is {shape} in chunks of {parts}")
-    return ArrayInfo(shape, parts, data_type)
+    return ArrayInfo(shape, parts, data_type, names[1:] == ["blosc"])
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:

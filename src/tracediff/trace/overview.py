@@ -38,9 +38,16 @@ def overview(trace: Trace) -> RenderableType:
     return Group(*lines)
 
 
+def stage_counts(trace: Trace, step: int) -> Counter[str]:
+    """Events of a step by stage."""
+    counts = Counter(event.site.phase for event in trace.events(step, samples=False))
+    rendered = len(trace.samples(step))
+    return counts + Counter(rendering=rendered)
+
+
 def _steps(trace: Trace) -> Table:
     shown = _shown(trace.steps)
-    counts = {step: Counter(e.site.phase for e in trace.events(step)) for step in shown}
+    counts = {step: stage_counts(trace, step) for step in shown}
     present = {phase for count in counts.values() for phase in count}
     phases = [*(p for p in STAGES if p in present), *sorted(present - set(STAGES))]
     table = Table(caption=f"{len(trace.steps)} steps, {size_text(trace.bytes_stored)} stored")

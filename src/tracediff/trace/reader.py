@@ -8,12 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.errors import TraceError
-from tracediff.events import Event, Run, Site
+from tracediff.events import Event, Run, Site, sample_step
 from tracediff.trace.index import StepIndex, load_index, step_index
 from tracediff.trace.manifest import SEGMENTS, read_manifest
+from tracediff.trace.samples import SampleRows, place_of
 from tracediff.trace.segment import SegmentReader
 
 if TYPE_CHECKING:
@@ -91,17 +93,39 @@ class Trace:
         """Size of all segments in bytes."""
         return sum(file.stat().st_size for file in self._segments.values())
 
-    def events(self, step: int | None = None) -> list[Event]:
+    def events(self, step: int | None = None, *, samples: bool = True) -> list[Event]:
         """Events of a step, or of all steps, in execution order.
+
+        Args:
+            samples: Whether to make the events of the rendered samples too. Of a whole data set,
+                `samples()` takes a fraction of the memory.
 
         Raises:
             TraceError: There is no such step.
             CorruptTraceError: A segment is damaged.
         """
         if step is None:
-            return [event for each in self.steps for event in self.events(each)]
-        found = _cached(self._events, step, lambda: self._read_events(step))
-        return list(found)
+            return [event for each in self.steps for event in self.events(each, samples=samples)]
+        found = self._columns(step)
+        if not samples:
+            return [event for event in found if place_of(event) is None]
+        rows = self._segment(step).samples()
+        return sorted([*found, *rows], key=lambda event: event.order) if len(rows) else list(found)
+
+    def samples(self, step: int) -> SampleRows:
+        """The rendered samples of a step as columns, whose events are made one at a time.
+
+        Raises:
+            TraceError: There is no such step.
+            CorruptTraceError: The segment is damaged.
+        """
+        segment = self._segment(step)
+        before = segment.column_bytes
+        rows = segment.samples()
+        self.bytes_read += segment.column_bytes - before
+        if len(rows):
+            return rows
+        return SampleRows.of_events(self._columns(step))
 
     def find(self, site: Site | str) -> Event:
         """The event at a site, given as a `Site` or as it is printed.
@@ -113,9 +137,14 @@ class Trace:
             wanted = Site.parse(site) if isinstance(site, str) else site
         except ValueError as error:
             raise TraceError(str(error)) from None
-        for event in self.events(wanted.step):
+        for event in self.events(wanted.step, samples=False):
             if event.site == wanted:
                 return event
+        if wanted.phase == "rendering" and (place := sample_step(wanted.path)):
+            rows = self.samples(wanted.step)
+            for row in np.flatnonzero(rows.sample == place[0]):
+                if (event := rows.event(int(row))).site == wanted:
+                    return event
         raise TraceError(
             f"{self.path} has no event at {wanted}: list the sites with `tracediff show "
             f"{self.path}`"
@@ -130,7 +159,10 @@ class Trace:
         """
         size = self._file(step).stat().st_size
         found = load_index(self.path, self.rank, step, size)
-        return found or step_index(step, self.events(step), size)
+        if found is not None:
+            return found
+        rows = self._segment(step).samples()
+        return step_index(step, self._columns(step), size, (len(rows), rows.root))
 
     # ---- values ----------------------------------------------------------------------------
 
@@ -197,10 +229,15 @@ class Trace:
         file = self._file(step)
         return _cached(self._open, step, lambda: SegmentReader(file, step))
 
+    def _columns(self, step: int) -> list[Event]:
+        """The events of a step that stand one by one, which are all but those of a table."""
+        return _cached(self._events, step, lambda: self._read_events(step))
+
     def _read_events(self, step: int) -> list[Event]:
         segment = self._segment(step)
+        before = segment.column_bytes
         events = segment.events()
-        self.bytes_read += segment.column_bytes
+        self.bytes_read += segment.column_bytes - before
         return events
 
 

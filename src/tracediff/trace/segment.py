@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.events import Event
 from tracediff.trace import columns
 from tracediff.trace.archive import Archive
+from tracediff.trace.compression import CHUNK_BYTES, LARGEST_CHUNK, decompress
 from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
+from tracediff.trace.sample_table import SampleTable, parse_variants
+from tracediff.trace.samples import COLUMNS, GROUP, POOLS, ROWS, SampleRows
 
 
 class HierarchyReader:
@@ -62,23 +66,18 @@ class HierarchyReader:
         if checked:
             for key in keys:
                 self.archive.check(key)
-        blocks = [self._block(key, info) for key in keys]
+        blocks = [_block(self.archive, key, info) for key in keys]
         if len(blocks) == 1 and info.chunk == info.shape:
             return blocks[0]
         return _assemble(blocks, info)
 
     def _chunks(self, info: ArrayInfo) -> list[str]:
         """Keys of the chunks, after checking that the file can hold so many."""
-        if math.prod(info.shape) * info.dtype.itemsize > self.archive.size:
+        count = math.prod(-(-n // part) for n, part in zip(info.shape, info.chunk, strict=True))
+        least = count if info.compressed else math.prod(info.shape) * info.dtype.itemsize
+        if least > self.archive.size or (info.compressed and info.chunk_bytes > LARGEST_CHUNK):
             raise ValueError(f"an array of shape {info.shape} does not fit into the file")
         return chunk_keys(info.shape, info.chunk)
-
-    def _block(self, key: str, info: ArrayInfo) -> NDArray[Any]:
-        mapped, start, size = self.archive.view(key)
-        if size != info.chunk_bytes:
-            raise ValueError(f"entry {key} has {size} bytes, expected {info.chunk_bytes}")
-        flat = np.frombuffer(mapped, info.dtype, size // info.dtype.itemsize, start)
-        return flat.reshape(info.chunk)
 
 
 class SegmentReader(HierarchyReader):
@@ -95,17 +94,35 @@ class SegmentReader(HierarchyReader):
         super().__init__(file)
         self.step = step
         self.column_bytes = 0
+        self._samples: SampleTable | None = None
         with self.reading():
             self._count = self._check_root()
 
     def events(self) -> list[Event]:
-        """All events, by order."""
+        """All events of the columns, by order."""
         with self.reading():
             return columns.decode({name: self._column(name) for name in columns.COLUMNS}, self.step)
+
+    def samples(self) -> SampleRows:
+        """The rows of the table of samples; none where the segment has no table."""
+        table = self._table()
+        if table is None:
+            return SampleRows.of_events(())
+
+        reading = self.reading()
+
+        def event(row: int) -> Event:
+            with reading:
+                return table.event(row)
+
+        return replace(table.rows(), event=event)
 
     def array(self, event: Event) -> NDArray[Any]:
         """The payload of an event that has one."""
         path = event.payload or ""
+        if path.startswith(f"{GROUP}/") and (table := self._table()):
+            with self.reading():
+                return table.array(event)
         if f"{path}/{MANIFEST}" not in self.archive.entries:
             raise TraceError(f"{self.file} holds no payload {path!r} of {event.site}")
         with self.reading():
@@ -145,11 +162,49 @@ class SegmentReader(HierarchyReader):
             )
         return int(found["events"])
 
+    def _table(self) -> SampleTable | None:
+        """The table of samples, its columns read and checked when it is first asked for."""
+        if self._samples is None and f"{GROUP}/{MANIFEST}" in self.archive.entries:
+            with self.reading():
+                group = self._document(f"{GROUP}/{MANIFEST}")
+                rows, variants = parse_variants(group)
+                columns = {name: self._sample_column(name, rows) for name in COLUMNS}
+                columns["digest"] = self._sample_column("digest", rows)
+                pools = {name: self._pool(name) for name in POOLS}
+                sizes = {name: info.shape[0] for name, info in pools.items()}
+
+                archive = self.archive  # not self: a cycle would keep the file open
+
+                def chunk(pool: str, number: int) -> NDArray[Any]:
+                    return _block(archive, f"{GROUP}/{pool}/c/{number}", pools[pool])
+
+                self._samples = SampleTable(self.step, columns, variants, sizes, chunk)
+        return self._samples
+
+    def _sample_column(self, name: str, rows: int) -> NDArray[Any]:
+        path = f"{GROUP}/{name}"
+        info = self._info(path)
+        inner, data_type = ((16,), "uint8") if name == "digest" else ((), "int64")
+        if (info.shape, info.chunk, info.data_type) != ((rows, *inner), (ROWS, *inner), data_type):
+            raise ValueError(f"column {path} is {info.data_type} {info.shape}")
+        column = self._array(path, info, checked=True)
+        self.column_bytes += column.nbytes
+        return column
+
+    def _pool(self, name: str) -> ArrayInfo:
+        info = self._info(f"{GROUP}/{name}")
+        data_type = POOLS[name][0]
+        if info.data_type != data_type or info.chunk != (CHUNK_BYTES // info.dtype.itemsize,):
+            raise ValueError(f"{GROUP}/{name} is {info.data_type} in chunks of {info.chunk}")
+        return info
+
     def _column(self, name: str) -> columns.Column:
         path = f"events/{name}"
         info = self._info(path)
         columns.expect(name, info, self._count)
         if info.data_type == STRING:
+            if not self._count:
+                return []
             data = self.archive.read(f"{path}/c/0")
             self.column_bytes += len(data)
             return columns.decode_strings(data, self._count)
@@ -177,6 +232,18 @@ class _Reading:
         raise CorruptTraceError(
             f"{self._what} is damaged: {what}. Run `tracediff verify` on the trace"
         ) from error
+
+
+def _block(archive: Archive, key: str, info: ArrayInfo) -> NDArray[Any]:
+    """One chunk of an array."""
+    if info.compressed:
+        data = decompress(archive.read(key), info.chunk_bytes)
+        return np.frombuffer(data, info.dtype).reshape(info.chunk)
+    mapped, start, size = archive.view(key)
+    if size != info.chunk_bytes:
+        raise ValueError(f"entry {key} has {size} bytes, expected {info.chunk_bytes}")
+    flat = np.frombuffer(mapped, info.dtype, size // info.dtype.itemsize, start)
+    return flat.reshape(info.chunk)
 
 
 def _assemble(blocks: list[NDArray[Any]], info: ArrayInfo) -> NDArray[Any]:

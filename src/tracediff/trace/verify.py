@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from tracediff.errors import CorruptTraceError, TraceError
@@ -11,6 +12,7 @@ from tracediff.events import Event
 from tracediff.trace.index import StepIndex, index_file, load_index, step_index
 from tracediff.trace.manifest import SEGMENTS, committed_segments, read_manifest
 from tracediff.trace.reader import segment_files
+from tracediff.trace.samples import SampleRows
 from tracediff.trace.segment import SegmentReader
 from tracediff.trace.summary import digest, digest_value
 
@@ -90,14 +92,18 @@ def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> No
             segment = SegmentReader(file, step)
             result.damage += [Damage(where, what) for what in _check_bytes(segment)]
             events = segment.events()
+            rows = segment.samples()
         except CorruptTraceError as error:
             result.damage.append(Damage(where, str(error.__cause__ or error)))
             continue
-        result.events += len(events)
+        result.events += len(events) + len(rows)
         result.damage += [
-            Damage(f"{where} {site}", what) for site, what in _faults(segment, events)
+            Damage(f"{where} {site}", what)
+            for site, what in _faults(segment, chain(events, _rows(rows)))
         ]
-        result.damage += _check_index(root, rank, step_index(step, events, file.stat().st_size))
+        rendered = len(rows), rows.root
+        expected = step_index(step, events, file.stat().st_size, rendered)
+        result.damage += _check_index(root, rank, expected)
     known = {file for _, file in files}
     others = [file for file in sorted(folder.iterdir()) if file not in known]
     result.unfinished += [_within(root, file) for file in others]
@@ -117,10 +123,24 @@ def _check_bytes(segment: SegmentReader) -> Iterator[str]:
         yield str(error)
 
 
-def _faults(segment: SegmentReader, events: list[Event]) -> Iterator[tuple[str, str]]:
+def _rows(rows: SampleRows) -> Iterator[Event | tuple[str, str]]:
+    """The events of all samples, or what is wrong where one cannot be read."""
+    for row in range(len(rows)):
+        try:
+            yield rows.event(row)
+        except CorruptTraceError as error:
+            yield f"row {row} of samples", str(error.__cause__ or error)
+
+
+def _faults(
+    segment: SegmentReader, events: Iterable[Event | tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
     """Events that disagree with their payload, their value or each other."""
     orders: set[int] = set()
     for event in events:
+        if isinstance(event, tuple):
+            yield event
+            continue
         try:
             found = _digest(segment, event)
         except TraceError as error:

@@ -33,6 +33,8 @@ from tracediff.trace.manifest import (
     write_manifest,
 )
 from tracediff.trace.names import payload_key
+from tracediff.trace.sample_writer import SampleWriter
+from tracediff.trace.samples import GROUP
 from tracediff.trace.summary import FINGERPRINT_FIELDS, digest, plain
 
 _OURS: Final = frozenset({MANIFEST, f".{MANIFEST}.tmp", SEGMENTS, INDEX, SNAPSHOTS})
@@ -142,7 +144,9 @@ class TraceWriter:
             size = segment.commit()
             self._last_step = segment.step
             self._committed += 1
-            write_index(self._root, self.rank, step_index(segment.step, segment.events, size))
+            rendered = segment.samples.rows, segment.samples.root
+            index = step_index(segment.step, segment.events, size, rendered)
+            write_index(self._root, self.rank, index)
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""
@@ -291,9 +295,12 @@ class Segment:
         self.events: list[Event] = []
         self._file = Hierarchy(folder / f"{step:08d}.zip")
         self._stored: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
+        self.samples = SampleWriter(self._file.add_chunk)
 
     def add(self, event: Event, payload: NDArray[Any] | None) -> None:
         """Keeps the event, and writes its payload unless the segment has an equal one."""
+        if self.samples.take(event, payload):
+            return
         key = None
         if payload is not None:
             event = replace(event, digest=event.digest or digest(payload))
@@ -318,6 +325,7 @@ class Segment:
         }
         try:
             self._write_columns()
+            self._finish_samples()
             return self._file.commit(attributes)
         except BaseException:
             self.abandon()
@@ -325,6 +333,13 @@ class Segment:
 
     def abandon(self) -> None:
         self._file.abandon()
+
+    def _finish_samples(self) -> None:
+        """Writes the rest of the table of samples, if there is one."""
+        if self.samples.rows:
+            nodes, attributes = self.samples.finish()
+            self._file.nodes.update(nodes)
+            self._file.groups[GROUP] = {"tracediff": attributes}
 
     def _free_key(self, event: Event) -> str:
         """A key for the payload; the order tells apart events that share a site."""
