@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.errors import UsageError
-from tracediff.events import EXACT_KINDS, Event, Site
+from tracediff.events import EXACT_KINDS, Event, Site, sample_step
 from tracediff.trace import TraceWriter
 from tracediff.trace.summary import digest, digest_value, fingerprint, sketch
 
@@ -320,7 +320,9 @@ class Tape:
                 shape=array.shape if array is not None else (),
                 dims=tuple(dims),
                 digest=digest_of_value,
-                fingerprint=() if array is None else self._fingerprint(array, digest_of_value),
+                fingerprint=self._fingerprint(array, digest_of_value)
+                if array is not None and not (phase == "rendering" and sample_step(path))
+                else (),
                 sketch=sketch(array)
                 if array is not None and wants_sketch and self.policy.keeps_sketch(self.step, phase)
                 else None,
