@@ -16,6 +16,8 @@ import mlx.core as mx
 import numpy as np
 
 from tracediff import recording
+from tracediff.checkpoint import Checkpoints
+from tracediff.recorders.checkpoints import watch_safetensors
 from tracediff.recorders.mlx_arrays import random_key
 from tracediff.recorders.mlx_autograd import GradientHooks
 from tracediff.recorders.mlx_compile import CompileHooks
@@ -41,7 +43,8 @@ class Recorder(recording.Recorder):
     def attach(self) -> None:
         """Wraps modules, gradient transformations, losses, optimizers and `mx.compile`."""
         tape, patches = self.tape, self.patches
-        state = State(tape, Roots(tape))
+        checkpoints = Checkpoints(tape)
+        state = State(tape, Roots(tape, checkpoints))
         gc.collect()  # an optimizer or a compiled step that nobody holds any more does not count
         # Undone last: until then a wrapper may still be running.
         patches.on_undo(setattr, state, "active", False)
@@ -55,6 +58,8 @@ class Recorder(recording.Recorder):
             from tracediff.recorders.transformers_rendering import RenderingHooks
 
             RenderingHooks(tape, patches).install()
+        patches.replace(mx, "load", checkpoints.watching)
+        watch_safetensors(checkpoints, patches)
         self._watch_generator()
 
     def environment(self) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.mlx_arrays import flatten, to_numpy
 from tracediff.recording import Tape, join_path, root_path
 
@@ -71,8 +72,9 @@ class Roots:
     no hash.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, checkpoints: Checkpoints) -> None:
         self._tape = tape
+        self._checkpoints = checkpoints
         self._roots: list[weakref.ref[Module]] = []
         self._paths: dict[int, tuple[weakref.ref[Module], str]] = {}
         self._loaded: set[str] = set()
@@ -164,6 +166,7 @@ class Roots:
                 self._loaded.add(named.path)
                 extra = {"trainable": named.trainable, "aliases": named.aliases}
                 self._tape.emit("loading", named.path, named.port, array, attributes=extra)
+        self._checkpoints.emit()
         settings: dict[str, Any] = {}
         for name, module in modules:
             if self.path_of(module) is None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
+from tracediff.recorders.checkpoints import watch_safetensors
 from tracediff.recorders.pytorch_loss import LossHooks
 from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
 from tracediff.recorders.pytorch_operations import OperationHooks
@@ -48,6 +49,7 @@ class Recorder(BaseRecorder):
             from tracediff.recorders.transformers_rendering import RenderingHooks
 
             RenderingHooks(self.tape, patches).install()
+        watch_safetensors(state.checkpoints, patches)
         patches.replace(torch, "compile", self._wrap_compile)
         if "torch._dynamo" in sys.modules:
             self._run_eagerly()

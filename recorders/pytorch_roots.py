@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Tape, join_path, root_path
 
@@ -78,8 +79,9 @@ class Roots:
     Nothing is kept alive: modules and tensors are held by weak references.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, checkpoints: Checkpoints) -> None:
         self._tape = tape
+        self._checkpoints = checkpoints
         self._roots: list[weakref.ref[nn.Module]] = []
         self._paths: MutableMapping[Any, str] = WeakIdKeyDictionary()
         self._named: MutableMapping[Any, Named] = WeakIdKeyDictionary()
@@ -151,6 +153,7 @@ class Roots:
             self._named[tensor] = named
             if (array := to_numpy(tensor)) is not None:
                 self._emit(tensor, named, array)
+        self._checkpoints.emit()
         settings: dict[str, Any] = {}
         for name, module in modules:
             if module not in self._paths:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.pytorch_roots import Roots
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Frame, Tape
@@ -33,7 +34,8 @@ class State:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.roots = Roots(tape)
+        self.checkpoints = Checkpoints(tape)
+        self.roots = Roots(tape, self.checkpoints)
         self.optimizer_seen = False
         self.stage = ""
         self.memory_names: dict[int | None, tuple[str, str]] = {}

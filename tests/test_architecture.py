@@ -18,7 +18,7 @@ TIERS = (
     {"verdict", "operations"},
     {"trace"},
     {"tape"},
-    {"recording", "replaying", "compare", "rendering"},
+    {"recording", "replaying", "compare", "rendering", "checkpoint"},
     {"recorders"},
     {"replayers"},
     {"align", "stacks"},

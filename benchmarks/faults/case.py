@@ -59,6 +59,7 @@ class Case:
         job = Job(stack=stack, family=self.family, dtype=self.dtype)
         if self.common:
             self.common(job)
+        job.trained = dict(job.config)
         if planted and side == self.side:
             self.plant(job)
         return job

@@ -92,6 +92,7 @@ class Job:
     """A training run on one stack.
 
     Attributes:
+        trained: The configuration of the checkpoint that the weights are loaded from.
         weights: Edits of the weights (by transformers names) before they are loaded.
         built: Edits of the finished model, of either stack.
         graded: Edits of the gradients before clipping: given name -> gradient and the step,
@@ -118,6 +119,7 @@ class Job:
     averaged_late: bool = False
     checkpointed: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+    trained: dict[str, Any] = field(default_factory=dict)
     rendering: Rendering = field(default_factory=Rendering)
     loss: Loss = field(default_factory=Loss)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -131,6 +133,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.config = FAMILIES[self.family] | self.config
+        self.trained = dict(self.config)
 
 
 def conversations(count: int = 8) -> list[Conversation]:

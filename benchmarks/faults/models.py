@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
+import tempfile
+from collections import defaultdict
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import torch
 import transformers
+from mlx.utils import tree_flatten
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
 Weights = dict[str, NDArray[Any]]
 
@@ -66,16 +74,20 @@ _CLASSES = {
 _MLX_MODULES = {"mistral": "llama"}  # as mlx-lm maps it
 
 
-def build_pytorch(family: str, config: dict[str, Any], attention: str = "eager") -> Any:
-    """A transformers model with its own random weights, in float32."""
-    name = _CLASSES[family]
+def _resolved(family: str, config: dict[str, Any], **extra: Any) -> Any:
     settings = {key: value for key, value in config.items() if key != "rope_theta"}
     if "rope_theta" in config:
         settings["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": config["rope_theta"],
         }
-    resolved = getattr(transformers, f"{name}Config")(**settings, attn_implementation=attention)
+    return getattr(transformers, f"{_CLASSES[family]}Config")(**settings, **extra)
+
+
+def build_pytorch(family: str, config: dict[str, Any], attention: str = "eager") -> Any:
+    """A transformers model with its own random weights, in float32."""
+    name = _CLASSES[family]
+    resolved = _resolved(family, config, attn_implementation=attention)
     suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
     return getattr(transformers, name + suffix)(resolved)
 
@@ -115,6 +127,46 @@ def initial_weights(family: str, config: dict[str, Any]) -> Weights:
     return {name: array.copy() for name, array in _initial(family, key).items()}
 
 
+@lru_cache(maxsize=1)
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Of the checkpoints that all runs of this process load from."""
+    return tempfile.TemporaryDirectory(prefix="tracediff-faults-")
+
+
+def checkpoint(family: str, config: dict[str, Any]) -> Path:
+    """A folder with `model.safetensors` and `config.json`, as a model is published."""
+    settings = json.dumps(config, sort_keys=True)
+    name = f"{family}-{hashlib.sha1(settings.encode()).hexdigest()[:12]}"
+    folder = Path(_folder().name) / name
+    if not folder.exists():
+        folder.mkdir()
+        arrays = _separate_experts(initial_weights(family, config))
+        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, _weights_of(folder))
+        _resolved(family, config).save_pretrained(folder)
+    return folder
+
+
+def _weights_of(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def load_checkpoint(folder: Path, stack: str) -> Weights:
+    """The weights of a checkpoint by their transformers names, read as a script of the stack would
+    read them, for a run to edit."""
+    path = str(_weights_of(folder))
+    loaded: dict[str, Any] = load_file(path) if stack == "pytorch" else mx.load(path)
+    return _fused_experts({name: np.array(array) for name, array in loaded.items()})
+
+
+def adapter(arrays: Weights, stack: str) -> dict[str, Any]:
+    """The weights of an adapter, written to a file of their own and read again by the stack."""
+    key = hashlib.sha1(repr([(n, a.shape) for n, a in arrays.items()]).encode()).hexdigest()[:12]
+    path = Path(_folder().name) / f"adapter-{key}.safetensors"
+    save_file(arrays, path)
+    loaded: dict[str, Any] = load_file(path) if stack == "pytorch" else mx.load(str(path))
+    return loaded
+
+
 def load_pytorch(model: Any, weights: Weights, dtype: str) -> None:
     """Copies weights into a transformers model, cast to `dtype` as a loader would."""
     parameters = dict(model.named_parameters())
@@ -131,11 +183,12 @@ def load_mlx(model: Any, weights: Weights, dtype: str, family: str) -> None:
     """Copies weights into an mlx-lm model through its own `sanitize`."""
     if family == "gpt2":
         weights = {name.removeprefix("transformer."): array for name, array in weights.items()}
-    if family == "qwen3_moe":
-        weights = _separate_experts(weights)
+    weights = _separate_experts(weights)
     arrays = {name: mx.array(np.ascontiguousarray(array)) for name, array in weights.items()}
     arrays = {name: array.astype(getattr(mx, dtype)) for name, array in arrays.items()}
-    model.load_weights(list(model.sanitize(arrays).items()), strict=False)
+    known = {name for name, _ in tree_flatten(model.parameters())}
+    found = [(k, v) for k, v in model.sanitize(arrays).items() if k in known]
+    model.load_weights(found, strict=False)
     model.set_dtype(getattr(mx, dtype))
     mx.eval(model.parameters())
 
@@ -156,3 +209,21 @@ def _separate_experts(weights: Weights) -> Weights:
         else:
             separate[name] = array
     return separate
+
+
+def _fused_experts(weights: Weights) -> Weights:
+    """The experts of a checkpoint as transformers' modules hold them."""
+    fused: Weights = {}
+    experts: dict[str, dict[str, list[NDArray[Any]]]] = defaultdict(lambda: defaultdict(list))
+    for name, array in sorted(weights.items()):  # fewer than ten experts
+        stem, _, rest = name.partition(".experts.")
+        if not rest:
+            fused[name] = array
+            continue
+        experts[f"{stem}.experts"][rest.split(".")[1]].append(array)
+    for stem, parts in experts.items():
+        pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
+        gate_up = [np.concatenate(pair) for pair in pairs]
+        fused[f"{stem}.gate_up_proj"] = np.stack(gate_up)
+        fused[f"{stem}.down_proj"] = np.stack(parts["down_proj"])
+    return fused

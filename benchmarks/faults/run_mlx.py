@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from benchmarks.faults.job import IGNORED, Batch, Job, batches
-from benchmarks.faults.models import build_mlx, initial_weights, load_mlx
+from benchmarks.faults.models import adapter, build_mlx, checkpoint, load_checkpoint, load_mlx
 from benchmarks.faults.run_pytorch import lora_values
 
 
@@ -85,7 +85,7 @@ def _arrays(batch: Batch) -> tuple[mx.array, mx.array]:
 
 
 def _model(job: Job) -> Any:
-    weights = initial_weights(job.family, job.config)
+    weights = load_checkpoint(checkpoint(job.family, job.trained), "mlx")
     for edit in job.weights:
         edit(weights)
     model = build_mlx(job.family, job.config)
@@ -110,12 +110,12 @@ def _add_lora(model: Any, job: Job) -> None:
     keys = [f"self_attn.{target}" for target in plan.targets]
     config = {"rank": plan.rank, "scale": plan.alpha / factor, "dropout": plan.dropout}
     linear_to_lora_layers(model, len(model.layers), config | {"keys": keys})
-    arrays = []
+    arrays = {}
     for name, array in tree_flatten(model.trainable_parameters()):
         peft_name = name.replace("lora_a", "lora_A").replace("lora_b", "lora_B")
         values = lora_values(peft_name, array.shape[::-1]).T
-        arrays.append((name, mx.array(np.ascontiguousarray(values))))
-    model.load_weights(arrays, strict=False)
+        arrays[name] = np.ascontiguousarray(values)
+    model.load_weights(list(adapter(arrays, "mlx").items()), strict=False)
     model.set_dtype(getattr(mx, job.dtype))
     mx.eval(model.parameters())
 

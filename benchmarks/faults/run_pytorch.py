@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.faults.job import IGNORED, Batch, Job, batches
-from benchmarks.faults.models import build_pytorch, initial_weights, load_pytorch
+from benchmarks.faults.models import (
+    adapter,
+    build_pytorch,
+    checkpoint,
+    load_checkpoint,
+    load_pytorch,
+)
 
 
 class Runner:
@@ -101,7 +107,7 @@ def run(job: Job) -> None:
 
 
 def _model(job: Job) -> Any:
-    weights = initial_weights(job.family, job.config)
+    weights = load_checkpoint(checkpoint(job.family, job.trained), "pytorch")
     for edit in job.weights:
         edit(weights)
     model = build_pytorch(job.family, job.config, job.attention)
@@ -126,11 +132,11 @@ def _with_lora(model: Any, job: Job) -> Any:
         target_modules=list(plan.targets),
     )
     model = peft.get_peft_model(model, config)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            values = lora_values(name, tuple(parameter.shape))
-            parameter.data.copy_(torch.from_numpy(values))
-            parameter.data = parameter.data.to(getattr(torch, job.dtype))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    values = {n: lora_values(n, tuple(p.shape)) for n, p in trained.items()}
+    loaded = adapter({n.replace(".default", ""): v for n, v in values.items()}, "pytorch")
+    for name, parameter in trained.items():
+        parameter.data = loaded[name.replace(".default", "")].to(getattr(torch, job.dtype))
     return model
 
 

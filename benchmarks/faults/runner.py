@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.faults import run_mlx, run_pytorch
+from benchmarks.faults.blames import expected
 from benchmarks.faults.case import Case
 from benchmarks.faults.job import Job
 from tracediff.bisection import bisect
@@ -35,7 +36,10 @@ class Result:
     Attributes:
         real: The planted run differs from the unplanted one on the same stack.
         effect: Largest relative change of the loss that the plant causes, over the steps.
-        detected, located, blamed: For faults. `blamed` is `right`, `wrong` or `undecided`.
+        detected, located, blamed: For faults. `blamed` is `right` (the verdict blames whom it
+            should: nobody where traces cannot tell), `wrong` (a side that is not to blame) or
+            `missed`.
+        blame, whom, because: The verdict's blame, the right one, and why it is that.
         silent: For twins.
         same: Meant to be bit-identical.
         why: What is wrong, in words; "" where all is right.
@@ -54,7 +58,10 @@ class Result:
     expected: str = ""
     detected: bool = False
     located: bool = False
-    blamed: str = "undecided"
+    blamed: str = "missed"
+    blame: str = ""
+    whom: str = ""
+    because: str = ""
     silent: bool = False
     same: bool = False
     reason: str = ""
@@ -147,17 +154,21 @@ class Bench:
 
 def _score_fault(case: Case, verdict: Verdict, result: Result) -> None:
     first = verdict.first
+    result.whom, result.because = expected(case.name, case.stage, case.side)
     result.detected = verdict.outcome == "diverged"
     if not result.detected or first is None:
         result.why = f"not detected: {verdict.reason}"
         return
     result.located = first.step == case.step and case.located(first.stage, first.path, first.port)
-    if first.blame != "undecided":
-        result.blamed = "right" if first.blame == case.side else "wrong"
+    result.blame = first.blame
+    if first.blame == result.whom:
+        result.blamed = "right"
+    elif first.blame != "undecided":
+        result.blamed = "wrong"
     if not result.located:
         result.why = f"named {first.site}"
     if result.blamed == "wrong":
-        result.why += f" blamed {first.blame}"
+        result.why = f"{result.why}, blamed {first.blame}".removeprefix(", ")
 
 
 def _change(clean: Trace, planted: Trace) -> tuple[bool, float]:

@@ -44,6 +44,7 @@ def summary(results: Sequence[Result], seconds: float) -> dict[str, Any]:
 
 def _rates(results: Sequence[Result]) -> dict[str, Any]:
     faults = [r for r in results if r.stage != "twin" and r.real]
+    decidable = [r for r in faults if r.whom != "undecided"]
     twins = [r for r in results if r.stage == "twin"]
 
     def rate(group: Sequence[Result], right: Callable[[Result], bool]) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def _rates(results: Sequence[Result]) -> dict[str, Any]:
         "detected": rate(faults, lambda r: r.detected),
         "located": rate(faults, lambda r: r.located),
         "blame_right": rate(faults, lambda r: r.blamed == "right"),
+        "side_named": rate(decidable, lambda r: r.blamed == "right"),
         "blame_wrong": rate(faults, lambda r: r.blamed == "wrong"),
         "false_alarms": rate(twins, lambda r: r.outcome == "diverged"),
         "no_verdict": rate(twins, lambda r: r.outcome in ("incomparable", "error")),
@@ -64,7 +66,8 @@ def _rates(results: Sequence[Result]) -> dict[str, Any]:
 _COLUMNS = {
     "detected": "detected",
     "located": "located exactly",
-    "blame_right": "blame right",
+    "blame_right": "blame as it should be",
+    "side_named": "side named, of the decidable",
     "blame_wrong": "blame wrong",
     "false_alarms": "false alarms",
     "no_verdict": "twins without verdict",
@@ -95,6 +98,7 @@ def table(results: Sequence[Result], facts: dict[str, Any]) -> str:
         lines.append(f"{result.id}: {result.why}")
         if result.expected:
             lines.append(f"    expected {result.expected}")
+    lines += [f"{r.id}: nobody blamed" for r in results if _is_unblamed(r)]
     names = ("not_real", "twins_not_genuine", "small_effect_kinds")
     lines += [f"{name}: {', '.join(facts[name]) or '-'}" for name in names]
     lines.append(f"{len(results)} cases in {facts['seconds']} s")
@@ -119,6 +123,10 @@ def markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
         "- Pairs: `tt` PyTorch against PyTorch, `tm` PyTorch against MLX, `mt` the reverse, `mm` "
         "MLX against MLX.",
         "- A fault is located exactly if stage, step and site are the right ones.",
+        "- Blame is as it should be if the side is named that departs from what it was itself "
+        "given, or nobody where a fault only changes what is asked of a side "
+        "(`benchmarks/faults/blames.py` says which, and why). Wrong is a side named that is not to "
+        "blame.",
         f"- Faults found that move the loss by less than {SMALL_EFFECT:g} relative: "
         f"{len(facts['small_effect_kinds'])} kinds.",
         f"- Faults that changed nothing recorded, and are not counted: "
@@ -131,8 +139,18 @@ def markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
         "## What went wrong",
         "",
         *([_told(result) for result in wrong] or ["Nothing."]),
+        "",
+        "## Found, and nobody blamed",
+        "",
+        "Faults that could be told from what the side was itself given, and were not:",
+        "",
+        *([f"- `{r.id}` at `{r.first}`." for r in results if _is_unblamed(r)] or ["None."]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_unblamed(result: Result) -> bool:
+    return result.stage != "twin" and result.detected and result.blamed == "missed"
 
 
 def _told(result: Result) -> str:

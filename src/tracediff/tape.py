@@ -146,6 +146,8 @@ class Tape:
         self.on_step_start: list[Callable[[], None]] = []
         self._step_started = False
         self.seen_model = False
+        self.loaded: dict[str, tuple[bytes, str]] = {}
+        """Digest and dtype of each parameter as loaded, by its path."""
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -331,6 +333,8 @@ class Tape:
                 attributes=dict(attributes or {}),
             )
             self.writer.add(event, array if keep else None)
+            if phase == "loading" and port == "param":
+                self.loaded[path] = digest_of_value, event.dtype
         return order
 
     def _fingerprint(self, array: NDArray[Any], of_value: bytes) -> tuple[float, ...]:

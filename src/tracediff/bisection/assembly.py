@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tracediff.align import Alignment
-from tracediff.bisection import missing
+from tracediff.bisection import blame, missing
 from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.inheritance import Judged
@@ -206,9 +206,9 @@ class Assembly:
         if isinstance(first, Judged):
             step = next(s for s in self._steps if s.number == first.event.site.step)
             found = explain(first, self._traces, self._environment, step.judge.padding)
-            return "diverged", _sentence(found), found
+            return self._diverged(found, first)
         if first is not None:
-            return "diverged", _sentence(first), first
+            return self._diverged(first, first)
         counted = [j for j in self._judged if j.event.site.phase != "environment"]
         if not counted:
             return (
@@ -238,6 +238,12 @@ class Assembly:
             f"{len(differing)} within what rounding explains{_how_closely(differing)}"
         )
         return "equivalent", reason, None
+
+    def _diverged(
+        self, found: Divergence, first: Judged | Divergence
+    ) -> tuple[str, str, Divergence]:
+        found = blame.assign(found, first, self._traces)
+        return "diverged", _sentence(found), found
 
     def _missing_steps(self) -> Divergence | None:
         """Steps that a finished run should have and has not."""

@@ -16,6 +16,7 @@ from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
 from tracediff.bisection.replayed import Replay
+from tracediff.bisection.weights import is_of_checkpoint
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
 from tracediff.verdict import (
@@ -162,7 +163,7 @@ def _steps(
     for done, number in enumerate(common):
         if progress:
             progress(f"step {number}", done, len(common))
-        events = _at_modules(traces[0].events(number)), _at_modules(traces[1].events(number))
+        events = _compared(traces[0], number), _compared(traces[1], number)
         alignment = _comparable(align(*events, stacks, options.rules), stacks)
         judge = StepJudge(traces, alignment, events, state, options)
         judged = judge.run()
@@ -171,9 +172,13 @@ def _steps(
         progress("done", len(common), len(common))
 
 
-def _at_modules(events: Sequence[Event]) -> list[Event]:
-    """The events at module boundaries, without those of single operations."""
-    return [event for event in events if event.attributes.get("level") != "op"]
+def _compared(trace: Trace, step: int) -> list[Event]:
+    """The events at module boundaries, without single operations and what is evidence only."""
+    return [
+        event
+        for event in trace.events(step)
+        if event.attributes.get("level") != "op" and not is_of_checkpoint(event)
+    ]
 
 
 def _comparable(alignment: Alignment, stacks: tuple[str, str]) -> Alignment:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tracediff.compare.bounds import SETTING_TOLERANCE
+from tracediff.compare.bounds import SETTING_TOLERANCE as SETTING_TOLERANCE
 
 
 def equal(a: Any, b: Any) -> bool:
