@@ -131,6 +131,7 @@ class GradientHooks:
             if gradient is None or gradient.started or not self._state.recording:
                 return fun(*args, **kwargs)
             gradient.started = gradient.forward = True
+            self._state.name_arrays(input_ports(fun, args, kwargs))
             try:
                 result = fun(*args, **kwargs)
             finally:
@@ -176,6 +177,7 @@ class GradientHooks:
                 "backward", path, "grad", grad, call=call, inputs=self._flows_into(path)
             )
             state.grads_of(path).extend(orders)
+            state.name_array(grad, f"{path}:grad", path)
 
     def _flows_into(self, path: str) -> tuple[int, ...]:
         """Orders that the gradient of a parameter can have been computed from."""

@@ -50,10 +50,12 @@ class LossHooks:
                 return original(*args, **kwargs)
             self._state.touched += 1
             self._inside = True
+            outer, self._state.stage = self._state.stage, "loss"
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._inside = False
+                self._state.stage = outer
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             self._record(name, bound.arguments, result)

@@ -172,6 +172,7 @@ class ModuleHooks:
     def _emit_training_batch(self, ports: Ports) -> None:
         """Records the batch once for each micro-batch, with labels where the loss is given them."""
         gradient = self._state.gradient
+        self._state.name_arrays(ports)
         if gradient is not None:
             gradient.root_calls += 1
             if gradient.root_calls > 1:
@@ -217,6 +218,8 @@ class ModuleHooks:
                 return array
             dims = hidden_dims(array, frame.op, self._batch)
             tapped: mx.array = self._tap(frame, f"grad_{ports[id(array)]}", dims)(array)
+            if self._state.operations is not None:
+                self._state.operations.same(tapped, array)
             return tapped
 
         return map_arrays(output, tap)

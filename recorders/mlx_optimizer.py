@@ -77,7 +77,11 @@ class OptimizerHooks:
     def _wrap_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def clip(grads: Any, max_norm: float) -> Any:
-            clipped, norm = original(grads, max_norm)
+            outer, self._state.stage = self._state.stage, "optimizer"
+            try:
+                clipped, norm = original(grads, max_norm)
+            finally:
+                self._state.stage = outer
             if self._state.recording:
                 self._state.touched += 1
                 call = self._state.tape.next_call("optimizer", "clip_grad_norm")
@@ -118,10 +122,13 @@ class OptimizerHooks:
         updated = list(self._updated(optimizer, gradients, parameters))
         self._load_state(updated)
         self._inside = True
+        self._state.stage = "optimizer"
+        self._name_arrays(updated, gradients, parameters)
         try:
             result = original(optimizer, *args)
         finally:
             self._inside = False
+            self._state.stage = ""
         after = parameters if result is None else result
         self._record(optimizer, updated, _by_name(after))
         return result
@@ -135,6 +142,15 @@ class OptimizerHooks:
             # New handles: an in-place operation on the arrays must not alter what is recorded.
             grad, parameter = mx.array(grad), mx.array(before[name])
             yield Updated(name, path, owners.get(name, optimizer), grad, parameter)
+
+    def _name_arrays(self, updated: Sequence[Updated], gradients: Any, parameters: Any) -> None:
+        """Lets operations on these arrays be told by the parameter that they belong to."""
+        name, before, grads = self._state.name_array, _by_name(parameters), dict(flatten(gradients))
+        for item in updated:
+            name(before[item.name], item.path, item.path)
+            name(grads[item.name], f"{item.path}:grad", item.path)
+            for key, array in _state_arrays(item.optimizer, item.name):
+                name(array, f"{item.path}:state.{key}", item.path)
 
     def _load_state(self, updated: Sequence[Updated]) -> None:
         """Records the state that an optimizer already has when its first update is seen."""

@@ -23,6 +23,7 @@ from tracediff.recorders.mlx_autograd import GradientHooks
 from tracediff.recorders.mlx_compile import CompileHooks
 from tracediff.recorders.mlx_losses import LossHooks
 from tracediff.recorders.mlx_modules import ModuleHooks
+from tracediff.recorders.mlx_operations import OperationHooks
 from tracediff.recorders.mlx_optimizer import OptimizerHooks
 from tracediff.recorders.mlx_roots import Roots
 from tracediff.recorders.mlx_state import State
@@ -54,6 +55,8 @@ class Recorder(recording.Recorder):
         GradientHooks(state, patches).install()
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()
+        if tape.policy.level == "op":
+            OperationHooks(state, patches).install()
         if importlib.util.find_spec("transformers") is not None:
             from tracediff.recorders.transformers_rendering import RenderingHooks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,15 @@ class Gradient:
     root_calls: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class NamedArray:
+    """An array that operations may use, by its name and the parameter that it belongs to."""
+
+    reference: weakref.ref[mx.array]
+    name: str
+    path: str
+
+
 @dataclass(eq=False, slots=True)
 class State:
     """The tape, the names of modules, and where in the training step the run is.
@@ -54,6 +64,8 @@ class State:
         segments: For each checkpointed function that runs for the first time, its calls so far.
         touched: Counts whatever the recorder has seen: a function during which it stays the same
             holds nothing to record.
+        stage: `loss` or `optimizer` while code of that stage runs outside of modules, else "".
+        operations: Records operations, at level `op`.
         active: Whether the recorder is attached; functions that it wrapped outlive it.
     """
 
@@ -64,10 +76,13 @@ class State:
     open: list[tuple[Any, Frame | None]] = field(default_factory=list)
     segments: list[list[Frame]] = field(default_factory=list)
     touched: int = 0
+    stage: str = ""
+    operations: Any = None
     active: bool = True
     _sources: tuple[int, tuple[int, ...]] = (0, ())
     _grads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _grads_step: int = 0
+    _names: dict[int, NamedArray] = field(default_factory=dict)
     _process: int = field(default_factory=os.getpid)
 
     @property
@@ -96,6 +111,25 @@ class State:
             self._grads.clear()
             self._grads_step = self.tape.step
         return self._grads[path]
+
+    def name_array(self, array: Any, name: str, path: str = "") -> None:
+        """Gives an array a name for the operations that use it.
+
+        Args:
+            path: The parameter that it belongs to, for gradients and an optimizer's state.
+        """
+        if self.operations is not None and isinstance(array, mx.array):
+            self._names[id(array)] = NamedArray(weakref.ref(array), name, path)
+
+    def name_arrays(self, ports: Ports) -> None:
+        """Gives the arguments of a function their names, unless they have one."""
+        for name, array in ports.named():
+            if self.name_of(array) is None:
+                self.name_array(array, name)
+
+    def name_of(self, array: mx.array) -> NamedArray | None:
+        named = self._names.get(id(array))
+        return named if named is not None and named.reference() is array else None
 
     def read(self, array: mx.array) -> NDArray[Any] | None:
         """Values of an array, or None with a note in the trace where there are none."""

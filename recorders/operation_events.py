@@ -44,6 +44,7 @@ class Operation:
         args: Arguments that are no data, by name.
         operands: Data arguments in order, None for a tensor, where some are numbers; else ().
         attributes: What else is known about it.
+        canonical: Its canonical name, where it depends on the arguments.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Operation:
     args: Mapping[str, Any] = field(default_factory=dict)
     operands: Sequence[Any] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    canonical: str = ""
 
 
 class OperationEvents:
@@ -73,7 +75,7 @@ class OperationEvents:
         self, operation: Operation, arrays: Sequence[NDArray[Any] | None]
     ) -> list[int | None]:
         """Records what an operation returned; None stands for an output without a value."""
-        canonical = canonical_operation(self._stack, operation.name)
+        canonical = operation.canonical or canonical_operation(self._stack, operation.name)
         attributes = {"level": "op", "canonical": canonical, **operation.attributes}
         if operation.args:
             attributes["args"] = dict(operation.args)

@@ -87,10 +87,6 @@ class DataFlow:
         if key is not None:
             self._memory.pop(key, None)
 
-    def address(self, tensor: torch.Tensor) -> int | None:
-        """Address of the tensor's storage; None where it has no memory of its own."""
-        return address_of(tensor)
-
     def key(self, tensor: torch.Tensor) -> View | None:
         """Equal for two tensors that are the same view of the same memory."""
         address = address_of(tensor)

@@ -15,6 +15,7 @@ import torch.utils.hooks
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tracediff.recorders.pytorch_dataflow import address_of
 from tracediff.recorders.pytorch_roots import Named, is_compiled, unwrapped
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import (
@@ -200,6 +201,7 @@ class ModuleHooks:
 
     def _emit_batch(self, ports: Ports, call: int) -> None:
         for name, (_, tensor) in zip(ports.names, ports.tensors, strict=True):
+            self._state.memory_names[address_of(tensor)] = "", name
             if is_integer(tensor) and (array := to_numpy(tensor)) is not None:
                 self._state.tape.emit_batch(name, array, call)
 

@@ -18,7 +18,7 @@ from tracediff.recorders.operation_events import (
     Place,
     issuing_lines,
 )
-from tracediff.recorders.pytorch_dataflow import DataFlow, Held
+from tracediff.recorders.pytorch_dataflow import DataFlow, Held, address_of
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Patches
@@ -162,13 +162,15 @@ class OperationHooks:
 
     def _parameter_path(self, args: Sequence[Any]) -> str:
         """Path of the parameter that an update works on, as far as the arguments tell."""
-        for tensor in _flat(args):
-            named = self._state.memory_names.get(self._flow.address(tensor))
-            held = self._flow.held(tensor)
-            path = named[0] if named else self._owners.get(held.order) if held else None
-            if path:
-                return path
-        return "root"
+        owners = {owner for tensor in _flat(args) if (owner := self._owner(tensor))}
+        return owners.pop() if len(owners) == 1 else "root"
+
+    def _owner(self, tensor: torch.Tensor) -> str:
+        known = self._state.memory_names.get(address_of(tensor))
+        if known:
+            return known[0]
+        held = self._flow.held(tensor)
+        return self._owners.get(held.order, "") if held else ""
 
     # ---- one operation ---------------------------------------------------------------------
 
@@ -212,7 +214,8 @@ class OperationHooks:
             if array is not None and order is not None:
                 self._flow.hold(tensor, order, written=written)
                 self._digests[order] = digest(array)
-                if operation.place.phase == "optimizer" and operation.place.path != "root":
+                # A norm over all parameters is summed from numbers that belong to none of them.
+                if operation.place.phase == "optimizer" and tensor.ndim:
                     self._owners[order] = operation.place.path
         if orders and orders[0] is not None:
             self._remember_node(orders[0], operation.place)
@@ -264,7 +267,7 @@ class OperationHooks:
         named = self._state.roots.named(tensor)
         if named is not None:
             return named.path
-        known = self._state.memory_names.get(self._flow.address(tensor))
+        known = self._state.memory_names.get(address_of(tensor))
         return known[1] if known else "constant"
 
     # ---- what is known about it ------------------------------------------------------------

@@ -145,7 +145,7 @@ slice            slice narrow                                  | slice
 select           select                                        |
 scatter          scatter scatter_add index_put index_copy      | put_along_axis scatter_add_axis
 index_add        index_add                                     |
-slice_update     slice_scatter select_scatter                  | slice_update
+slice_update     slice_scatter select_scatter                  | slice_update setitem
 
 # layout
 reshape          view reshape _unsafe_view _reshape_alias      | reshape flatten unflatten
@@ -208,6 +208,7 @@ convolution_backward     convolution_backward                  |
 """
 
 _STACKS: Final = ("pytorch", "mlx")
+_MLX_PACKAGES: Final = frozenset({"mlx", "mlx_lm", "mlx_vlm"})
 
 _ATTENTION: Final = re.compile(r"_?scaled_dot_product_(?:\w+_)?attention(?:_for_cpu|_math|)$")
 _ATTENTION_BACKWARD: Final = re.compile(r"_?scaled_dot_product_\w+_backward$")
@@ -245,12 +246,10 @@ def base_name(stack: str, name: str) -> str:
     `mylib.fused.default` -> `mylib.fused`.
     """
     if stack == "mlx":
-        return (
-            name.removeprefix("mlx.")
-            .removeprefix("core.")
-            .removeprefix("fast.")
-            .removeprefix("linalg.")
-        )
+        package, *_, own = name.split(".")
+        if package not in _MLX_PACKAGES:
+            return name
+        return f"random.{own}" if name.startswith("mlx.random.") else own
     namespace, _, rest = name.partition(".")
     own = rest.partition(".")[0]
     if own.endswith("_") and not own.endswith("__"):

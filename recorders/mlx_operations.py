@@ -1,0 +1,335 @@
+"""Every operation of `mlx.core`: forward, loss and optimizer."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+import mlx.nn
+from numpy.typing import NDArray
+
+from tracediff.operations import VIEWS, canonical_operation, takes_scalar_operands
+from tracediff.recorders.mlx_arrays import to_numpy
+from tracediff.recorders.mlx_functions import (
+    Function,
+    array_methods,
+    compiled_functions,
+    core_functions,
+)
+from tracediff.recorders.mlx_roots import members
+from tracediff.recorders.mlx_state import State, replace_everywhere
+from tracediff.recorders.operation_events import (
+    Operation,
+    OperationEvents,
+    Place,
+    issuing_lines,
+)
+from tracediff.recording import Patches
+from tracediff.trace.summary import digest
+
+_MLX: Final = f"{Path(mlx.nn.__file__).resolve().parents[1]}{os.sep}"
+_LIBRARIES: Final = ("mlx", "mlx_lm", "mlx_vlm")
+
+Value = tuple[bytes, str, tuple[int, ...]]
+"""Digest, dtype and shape."""
+
+
+class Arrays:
+    """Which event holds the value of each array, within one step.
+
+    Arrays are known by their Python object; where a transformation makes new objects of them
+    (`checkpoint`, custom functions), by their values.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[int, tuple[weakref.ref[mx.array], int]] = {}
+        self._values: dict[Value, int] = {}
+
+    def clear(self) -> None:
+        self._orders.clear()
+        self._values.clear()
+
+    def order(self, array: mx.array) -> int | None:
+        reference, order = self._orders.get(id(array), (None, None))
+        return order if reference is not None and reference() is array else None
+
+    def hold(self, array: mx.array, order: int, values: NDArray[Any] | None = None) -> None:
+        self._orders[id(array)] = weakref.ref(array), order
+        if values is not None and _tells(values):
+            self._values[_value(values)] = order
+
+    def equal(self, values: NDArray[Any]) -> int | None:
+        """The latest event with the same value, unless it is one that many arrays have."""
+        return self._values.get(_value(values)) if _tells(values) else None
+
+
+class OperationHooks:
+    """Wraps whatever computes an array."""
+
+    def __init__(self, state: State, patches: Patches) -> None:
+        self._state = state
+        self._patches = patches
+        self._events = OperationEvents(state.tape, "mlx")
+        self._arrays = Arrays()
+        self._owners: dict[int, str] = {}
+        self._local = threading.local()
+        self._step = -1
+
+    def install(self) -> None:
+        everywhere: dict[Any, Any] = {}
+        for function in (*core_functions(), *compiled_functions(_LIBRARIES)):
+            everywhere.setdefault(function.original, self._wrap(function))
+        replace_everywhere(self._patches, everywhere)
+        for function in array_methods():
+            wrapper: Any = self._wrap(function)
+            if isinstance(function.original, property):
+                wrapper = property(wrapper)
+            self._patches.replace(function.owner, function.attribute, _always(wrapper))
+        self._state.operations = self
+
+    # ---- calls -----------------------------------------------------------------------------
+
+    def _wrap(self, function: Function) -> Callable[..., Any]:
+        original = function.original
+        plain: Any = original.fget if isinstance(original, property) else original
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._local, "busy", False) or not self._state.recording:
+                return plain(*args, **kwargs)
+            return self._run(function, plain, args, kwargs)
+
+        return call if isinstance(original, property) else functools.update_wrapper(call, original)
+
+    def opaque(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a function that cannot be seen inside, as one operation of that name."""
+        if getattr(self._local, "busy", False) or not self._state.recording:
+            return plain(*args, **kwargs)
+        return self._run(Function(None, "", None, name), plain, args, kwargs)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Operations inside the block are parts of one that is recorded, or the recorder's own."""
+        busy = getattr(self._local, "busy", False)
+        self._local.busy = True
+        try:
+            yield
+        finally:
+            self._local.busy = busy
+
+    def same(self, new: Any, old: Any) -> None:
+        """Says that an array has the value of another one."""
+        order = self._arrays.order(old)
+        if order is not None:
+            self._arrays.hold(new, order)
+
+    # ---- where an operation runs -----------------------------------------------------------
+
+    def _place(self, args: Sequence[Any]) -> Place | None:
+        """Stage and module path of the operation that runs now; None if it is not recorded."""
+        state, tape = self._state, self._state.tape
+        if tape.step != self._step:
+            self._step = tape.step
+            self._arrays.clear()
+            self._owners.clear()
+        gradient, frame = state.gradient, tape.current
+        if tape.evaluating or (gradient is not None and gradient.started and not gradient.forward):
+            return None
+        if frame is not None and state.stage != "loss":
+            place = Place("forward", frame.path)
+        elif state.stage == "optimizer":
+            place = Place("optimizer", self._parameter_path(args))
+        elif tape.root_calls and not state.evaluating:
+            place = Place(state.stage or "loss", frame.path if frame else "root")
+        else:
+            return None
+        if not tape.policy.records_operations(tape.step, place.path):
+            return None
+        place.source, place.user_line = issuing_lines(_MLX)
+        return place
+
+    def _parameter_path(self, args: Sequence[Any]) -> str:
+        """Path of the parameter that an update works on, as far as the arguments tell."""
+        owners = {owner for array in _flat(args) if (owner := self._owner(array))}
+        return owners.pop() if len(owners) == 1 else "root"
+
+    def _owner(self, array: mx.array) -> str:
+        known = self._state.name_of(array)
+        if known is not None:
+            return known.path
+        order = self._arrays.order(array)
+        return "" if order is None else self._owners.get(order, "")
+
+    # ---- one operation ---------------------------------------------------------------------
+
+    def _run(
+        self,
+        function: Function,
+        plain: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        with self.muted():
+            place = self._place(args)
+            if place is None:
+                return plain(*args, **kwargs)
+            given = list(reversed(args)) if function.reflected else list(args)
+            found = [self._order(array, place) for array in _flat([given, *kwargs.values()])]
+            base = self._arrays.order(args[0]) if function.in_place else None
+            result = plain(*args, **kwargs)
+            outputs = [args[0]] if function.in_place else _flat(result)
+            if outputs and not self._hands_through(function, args, outputs):
+                inputs = [order for order in found if order is not None]
+                attributes = {} if base is None else {"inplace": base}
+                self._record(
+                    _operation(function, place, given, kwargs, inputs, attributes), outputs
+                )
+            return result
+
+    def _hands_through(
+        self, function: Function, args: Sequence[Any], outputs: Sequence[mx.array]
+    ) -> bool:
+        """Whether the result is the very value that was given: a cast to the same dtype."""
+        if function.name not in ("mlx.astype", "mlx.stop_gradient", "mlx.reshape"):
+            return False
+        new, old = outputs[0], args[0]
+        if not isinstance(old, mx.array) or (new.dtype, new.shape) != (old.dtype, old.shape):
+            return False
+        self.same(new, old)
+        return True
+
+    def _record(self, operation: Operation, outputs: Sequence[mx.array]) -> None:
+        values = [self._state.read(array) for array in outputs]
+        if all(value is None for value in values):
+            return
+        orders = self._events.outputs(operation, values)
+        for array, value, order in zip(outputs, values, orders, strict=True):
+            if order is not None:
+                self._arrays.hold(array, order, value)
+                # A norm over all parameters is summed from numbers that belong to none of them.
+                if operation.place.phase == "optimizer" and array.ndim:
+                    self._owners[order] = operation.place.path
+
+    # ---- inputs ----------------------------------------------------------------------------
+
+    def _order(self, array: mx.array, place: Place) -> int | None:
+        """Order of the event with an array's value; records a leaf if there is none.
+
+        None for an array without values.
+        """
+        order = self._arrays.order(array)
+        if order is not None:
+            return order
+        values = to_numpy(array)
+        if values is None:
+            return None
+        name = self._name(array)
+        order = None if name else self._arrays.equal(values)
+        if order is None:
+            order = self._events.leaf(place, name or "constant", values)
+        self._arrays.hold(array, order, values)
+        return order
+
+    def _name(self, array: mx.array) -> str:
+        """Name of a parameter of the module that runs, of a batch field or an optimizer's state."""
+        known = self._state.name_of(array)
+        if known is not None:
+            return known.name
+        if self._state.open:
+            module, frame = self._state.open[-1]
+            for key, value in members(module):
+                if value is array:
+                    return f"{frame.path}.{key}" if frame and frame.path != "root" else key
+        return ""
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+def _operation(
+    function: Function,
+    place: Place,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[int],
+    attributes: Mapping[str, Any],
+) -> Operation:
+    canonical = canonical_operation("mlx", function.name)
+    if function.name == "mlx.getitem":
+        canonical = _indexing(args[1])
+    attributes = dict(attributes)
+    if canonical in VIEWS and inputs:
+        attributes["view_of"] = inputs[0]
+    if function.name.startswith("mlx.random."):
+        attributes["rng"] = True
+    plain, operands = _plain_arguments(function, canonical, args, kwargs)
+    return Operation(function.name, place, inputs, plain, operands, attributes, canonical)
+
+
+def _plain_arguments(
+    function: Function, canonical: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Sequence[Any]]:
+    """Arguments that are no arrays: attributes by name, and the operands where one is a number."""
+    takes_numbers = takes_scalar_operands(canonical)
+    plain: dict[str, Any] = {}
+    operands: list[Any] = []
+    for name, value in [*function.named(args), *kwargs.items()]:
+        if isinstance(value, mx.array):
+            operands.append(None)
+        elif takes_numbers and isinstance(value, bool | int | float) and name != "stream":
+            operands.append(value)
+        elif name != "stream" and not _flat(value) and value is not None:
+            plain[name] = _plain(value)
+    return plain, operands if any(operand is not None for operand in operands) else ()
+
+
+def _indexing(index: Any) -> str:
+    """What `array[index]` does, in the vocabulary of other stacks."""
+    if isinstance(index, mx.array):
+        return "index" if index.dtype == mx.bool_ else "embedding"
+    return "index" if _flat(index) else "slice"
+
+
+def _flat(value: Any) -> list[mx.array]:
+    """The arrays of a result or argument, in order."""
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [array for item in value for array in _flat(item)]
+    if isinstance(value, Mapping) and type(value) is dict:
+        return [array for item in value.values() for array in _flat(item)]
+    return []
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, mx.Dtype):
+        return str(value).removeprefix("mlx.core.")
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
+def _value(values: NDArray[Any]) -> Value:
+    return digest(values), values.dtype.name, values.shape
+
+
+def _tells(values: NDArray[Any]) -> bool:
+    """Whether a value is unlikely to be met twice by chance: not a mask, nor all zeros."""
+    return (
+        values.dtype.kind not in "biu"
+        and values.size > 1
+        and bool((values != values.flat[0]).any())
+    )
