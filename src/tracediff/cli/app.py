@@ -18,6 +18,7 @@ from tracediff.cli import (
     diff,
     record,
     render,
+    repair,
     replay,
     selfcheck,
     show,
@@ -47,6 +48,7 @@ app.command("diff")(diff.diff)
 app.command("render")(render.render)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)
+app.command("repair")(repair.repair)
 app.command("stacks")(stacks.stacks)
 app.command("demo")(demo.demo)
 

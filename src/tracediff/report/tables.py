@@ -19,7 +19,7 @@ from tracediff.report.json import FORMAT, plain
 from tracediff.report.marks import mark
 from tracediff.report.text import count, figure, inert
 from tracediff.stacks import StackInfo
-from tracediff.trace import Verification
+from tracediff.trace import Repair, Verification
 
 
 def select(rows: Sequence[SiteRow], stage: str | None, step: int | None) -> list[SiteRow]:
@@ -111,6 +111,27 @@ def verification_json(path: Path, result: Verification) -> dict[str, Any]:
     """The object of `tracediff verify --json`."""
     flags = {"format": FORMAT, "path": path, "sound": result.sound, "cut_off": result.cut_off}
     return flags | asdict(result)
+
+
+def repaired(path: Path, result: Repair) -> RenderableType:
+    """What a repair copied, rebuilt, salvaged and could not read."""
+    shape = mark("identical" if result.whole else "diverged")
+    line = Text(f"{shape.symbol} {'WHOLE' if result.whole else 'IN PART'}", f"bold {shape.style}")
+    line.append(f"  {inert(str(path))}: {count(result.copied, 'step')} copied", "not bold default")
+    lines = [line]
+    for name, lost in result.rebuilt.items():
+        lines.append(Text(f"  {inert(name)}: rebuilt without {inert(', '.join(lost[:3]))}"))
+        if len(lost) > 3:
+            lines.append(Text(f"    and {len(lost) - 3:,} more"))
+    for name, found in result.salvaged.items():
+        lines.append(Text(f"  {inert(name)}: never committed, {count(found, 'value')} salvaged"))
+    lines += [Text(f"  {inert(name)}: lost, {inert(why)}") for name, why in result.lost.items()]
+    return Group(*lines)
+
+
+def repair_json(path: Path, result: Repair) -> dict[str, Any]:
+    """The object of `tracediff repair --json`."""
+    return {"format": FORMAT, "path": path, "whole": result.whole} | asdict(result)
 
 
 def stack_list(stacks: Sequence[StackInfo]) -> RenderableType:

@@ -1,7 +1,8 @@
 """Trace format version 1: the only code that knows about zarr, numcodecs and ZIP segments."""
 
 from tracediff.trace.reader import Trace
+from tracediff.trace.repair import Repair, repair
 from tracediff.trace.verify import Damage, Verification, verify
 from tracediff.trace.writer import TraceWriter
 
-__all__ = ["Damage", "Trace", "TraceWriter", "Verification", "verify"]
+__all__ = ["Damage", "Repair", "Trace", "TraceWriter", "Verification", "repair", "verify"]

@@ -162,7 +162,42 @@ class Archive:
                 raise ValueError("it is cut off or empty")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.size = len(self._map)
-        self.entries = self._read_directory()
+        self.entries: dict[str, Entry] = self._read_directory()
+
+    @classmethod
+    def salvaged(cls, path: Path) -> Archive:
+        """Opens an archive by its local headers, up to the first entry that is not whole.
+
+        For files without a directory, as a kill leaves them.
+
+        Raises:
+            ValueError: The file is empty.
+            OSError: It cannot be opened.
+        """
+        archive = cls.__new__(cls)
+        with path.open("rb") as file:
+            archive._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        archive.size = len(archive._map)
+        archive.entries = {}
+        archive._scan()
+        return archive
+
+    def _scan(self) -> None:
+        at = 0
+        while at + _LOCAL.size <= self.size:
+            local = _LOCAL.unpack_from(self._map, at)
+            name_at = at + _LOCAL.size
+            name = self._map[name_at : name_at + local[9]]
+            end = name_at + local[9] + local[10] + local[8]
+            if local[0] != _LOCAL_SIGNATURE or not name.isascii() or end > self.size:
+                break
+            decoded = name.decode("ascii")
+            self.entries[decoded] = Entry(at, local[8], local[6])
+            try:
+                self.check(decoded)
+            except ValueError:
+                del self.entries[decoded]
+            at = end
 
     def view(self, name: str) -> tuple[mmap.mmap, int, int]:
         """The map, and offset and size of an entry's bytes in it.

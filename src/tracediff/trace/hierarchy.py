@@ -26,6 +26,9 @@ from tracediff.trace.metadata import (
 class Hierarchy:
     """Writes arrays straight to the file; only their metadata is kept in memory.
 
+    An array's metadata comes before its chunks, so that a file that was never committed tells what
+    the bytes in it are.
+
     Attributes:
         nodes: Path of each array -> its `zarr.json`.
         groups: Path of a group -> its attributes, for those that have any.
@@ -38,6 +41,7 @@ class Hierarchy:
         """
         self._final = final
         self._archive = ArchiveWriter(final.with_name(f".{final.name}.tmp"))
+        self._described: set[str] = set()
         self.nodes: dict[str, str] = {}
         self.groups: dict[str, Mapping[str, Any]] = {}
 
@@ -56,7 +60,7 @@ class Hierarchy:
         dtype = DTYPES[data_type]
         chunk = chunk_shape(array.shape, dtype.itemsize)
         names = dims if len(dims) == array.ndim else ()
-        self.nodes[path] = array_json(array.shape, chunk, data_type, names)
+        self._describe(path, array_json(array.shape, chunk, data_type, names))
         little = np.asarray(array, dtype=dtype, order="C")
         keys = chunk_keys(array.shape, chunk)
         for key, block in zip(keys, _blocks(little, chunk), strict=True):
@@ -64,7 +68,7 @@ class Hierarchy:
 
     def add_strings(self, path: str, encoded: bytes, count: int, dims: tuple[str, ...]) -> None:
         """Appends `count` strings, encoded as Zarr's `vlen-utf8` codec does."""
-        self.nodes[path] = array_json((count,), (max(1, count),), STRING, dims)
+        self._describe(path, array_json((count,), (max(1, count),), STRING, dims))
         if count:
             self._archive.add(f"{path}/c/0", encoded)
 
@@ -77,13 +81,19 @@ class Hierarchy:
         for path in parents(self.nodes):
             self.nodes[path] = group_json(self.groups.get(path, {}))
         for path, document in self.nodes.items():
-            self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
+            if path not in self._described:
+                self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
         root = group_json({"tracediff": dict(attributes)}, self.nodes)
         self._archive.add(MANIFEST, root.encode("ascii"))
         self._archive.close()
         self._archive.path.rename(self._final)
         sync_folder(self._final.parent)
         return self._archive.size
+
+    def _describe(self, path: str, document: str) -> None:
+        self.nodes[path] = document
+        self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
+        self._described.add(path)
 
     def abandon(self) -> None:
         """Closes and removes the file."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import xxhash
 
@@ -46,6 +46,25 @@ def payload_key(site: Site) -> str:
     """Where the payload of a site lies inside its segment."""
     top = site.phase if site.phase in ("rendering", "rng") else f"tensors/{node_name(site.phase)}"
     return f"{top}/{node_name(f'{site.path}#{site.call}')}/{node_name(site.port)}"
+
+
+def payload_site(key: str, step: int) -> Site | None:
+    """Undoes `payload_key`; None where the name was too long to be kept, or is no payload's."""
+    parts = key.removeprefix("tensors/").split("/")
+    if len(parts) != 3 or "%~" in key:
+        return None
+    phase, called, port = map(_plain_name, parts)
+    path, _, call = called.rpartition("#")
+    return Site(step, phase, path, int(call), port) if call.isdecimal() else None
+
+
+def _plain_name(encoded: str) -> str:
+    """Undoes `node_name`, and drops the order that tells apart events which share a site."""
+    encoded = re.sub(r"%@\d+\Z", "", encoded)
+    for name in _RESERVED:
+        if encoded == node_name(name):
+            return name
+    return unquote(encoded, errors="surrogatepass")
 
 
 def escape_text(text: str) -> str:

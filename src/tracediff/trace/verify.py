@@ -88,25 +88,43 @@ def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> No
         where = _within(root, file)
         result.steps += 1
         result.bytes += file.stat().st_size
-        try:
-            segment = SegmentReader(file, step)
-            result.damage += [Damage(where, what) for what in _check_bytes(segment)]
-            events = segment.events()
-            rows = segment.samples()
-        except CorruptTraceError as error:
-            result.damage.append(Damage(where, str(error.__cause__ or error)))
-            continue
-        result.events += len(events) + len(rows)
-        result.damage += [
-            Damage(f"{where} {site}", what)
-            for site, what in _faults(segment, chain(events, _rows(rows)))
-        ]
-        rendered = len(rows), rows.root
-        expected = step_index(step, events, file.stat().st_size, rendered)
-        result.damage += _check_index(root, rank, expected)
+        checked = check_segment(file, step)
+        result.events += checked.events
+        result.damage += [Damage(f"{where} {site}".strip(), what) for site, what in checked.faults]
+        if checked.index is not None:
+            result.damage += _check_index(root, rank, checked.index)
     known = {file for _, file in files}
     others = [file for file in sorted(folder.iterdir()) if file not in known]
     result.unfinished += [_within(root, file) for file in others]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSegment:
+    """One committed file, read whole.
+
+    Attributes:
+        faults: Site ("" for the file itself) and what is wrong there.
+        index: What its index has to say; None where its events cannot be read.
+    """
+
+    faults: list[tuple[str, str]]
+    events: int = 0
+    index: StepIndex | None = None
+
+
+def check_segment(file: Path, step: int) -> CheckedSegment:
+    """Checks layout, checksums and every event's digest of one segment."""
+    faults: list[tuple[str, str]] = []
+    try:
+        segment = SegmentReader(file, step)
+        faults += [("", what) for what in _check_bytes(segment)]
+        events = segment.events()
+        rows = segment.samples()
+    except CorruptTraceError as error:
+        return CheckedSegment([*faults, ("", str(error.__cause__ or error))])
+    faults += _faults(segment, chain(events, _rows(rows)))
+    index = step_index(step, events, file.stat().st_size, (len(rows), rows.root))
+    return CheckedSegment(faults, len(events) + len(rows), index)
 
 
 def _check_bytes(segment: SegmentReader) -> Iterator[str]:
@@ -142,7 +160,7 @@ def _faults(
             yield event
             continue
         try:
-            found = _digest(segment, event)
+            found = digest_of(segment, event)
         except TraceError as error:
             yield str(event.site), str(error.__cause__ or error)
             continue
@@ -156,7 +174,7 @@ def _faults(
         orders.add(event.order)
 
 
-def _digest(segment: SegmentReader, event: Event) -> bytes:
+def digest_of(segment: SegmentReader, event: Event) -> bytes:
     """The digest of what is kept of an event; the recorded one where nothing is kept."""
     if event.payload is not None:
         return digest(segment.array(event))

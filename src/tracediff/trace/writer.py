@@ -20,7 +20,7 @@ from tracediff.events import Event, Run
 from tracediff.trace import columns
 from tracediff.trace.dtypes import storable
 from tracediff.trace.hierarchy import Hierarchy
-from tracediff.trace.index import step_index, write_index
+from tracediff.trace.index import StepIndex, step_index, write_index
 from tracediff.trace.manifest import (
     FORMAT,
     INDEX,
@@ -147,6 +147,24 @@ class TraceWriter:
             rendered = segment.samples.rows, segment.samples.root
             index = step_index(segment.step, segment.events, size, rendered)
             write_index(self._root, self.rank, index)
+
+    def adopt_step(self, step: int, segment: Path, index: StepIndex) -> None:
+        """Copies a sound segment of another trace, to be a committed step of this one.
+
+        Args:
+            step: Its step, after all that were committed before.
+        """
+        final = self._folder / f"{step:08d}.zip"
+        temporary = final.with_name(f".{final.name}.tmp")
+        with self._whole_steps():
+            shutil.copyfile(segment, temporary)
+            with temporary.open("rb") as copy:
+                os.fsync(copy.fileno())
+            temporary.rename(final)
+            sync_folder(final.parent)
+            write_index(self._root, self.rank, index)
+        self._last_step = step
+        self._committed += 1
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""
