@@ -6,7 +6,6 @@ Works with Metal, CUDA and the CPU alike: it only asks MLX for values.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -17,9 +16,11 @@ import numpy as np
 
 from tracediff import recording
 from tracediff.checkpoint import Checkpoints
+from tracediff.recorders import rendering_hooks
 from tracediff.recorders.checkpoints import watch_safetensors
 from tracediff.recorders.mlx_arrays import random_key
 from tracediff.recorders.mlx_autograd import GradientHooks
+from tracediff.recorders.mlx_batches import BatchHooks
 from tracediff.recorders.mlx_compile import CompileHooks
 from tracediff.recorders.mlx_losses import LossHooks
 from tracediff.recorders.mlx_modules import ModuleHooks
@@ -57,12 +58,10 @@ class Recorder(recording.Recorder):
         OptimizerHooks(state, patches).install()
         if tape.policy.level == "op":
             OperationHooks(state, patches).install()
-        if importlib.util.find_spec("transformers") is not None:
-            from tracediff.recorders.transformers_rendering import RenderingHooks
-
-            RenderingHooks(tape, patches).install()
         patches.replace(mx, "load", checkpoints.watching)
         watch_safetensors(checkpoints, patches)
+        chain = rendering_hooks.install(tape, patches)
+        BatchHooks(chain, patches).install()
         self._watch_generator()
 
     def environment(self) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +11,9 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
+from tracediff.recorders import rendering_hooks
 from tracediff.recorders.checkpoints import watch_safetensors
+from tracediff.recorders.pytorch_loading import LoadingHooks
 from tracediff.recorders.pytorch_loss import LossHooks
 from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
 from tracediff.recorders.pytorch_operations import OperationHooks
@@ -45,11 +46,9 @@ class Recorder(BaseRecorder):
         OptimizerHooks(state, patches).install()
         if self.tape.policy.level == "op":
             OperationHooks(state, patches).install()
-        if importlib.util.find_spec("transformers") is not None:
-            from tracediff.recorders.transformers_rendering import RenderingHooks
-
-            RenderingHooks(self.tape, patches).install()
         watch_safetensors(state.checkpoints, patches)
+        chain = rendering_hooks.install(self.tape, patches)
+        LoadingHooks(self.tape, chain, patches).install()
         patches.replace(torch, "compile", self._wrap_compile)
         if "torch._dynamo" in sys.modules:
             self._run_eagerly()

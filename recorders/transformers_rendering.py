@@ -7,58 +7,40 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import os
+import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from difflib import SequenceMatcher
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from tracediff.recording import Patches, Tape
+from tracediff.recorders.rendering_chain import PLAIN, Chain, as_ids, as_json, content_of
+from tracediff.recorders.tokenizer_facts import encoding_facts, tokenizer_settings
+from tracediff.recording import Patches
 from tracediff.trace.summary import digest_value
 
 _ENCODERS: Final = ("__call__", "encode", "batch_encode_plus", "encode_plus")
-_CANDIDATES: Final = 8
-_SAME_SAMPLE: Final = 0.9
-_PLAIN: Final = (bool, int, float, str, type(None))
 _TEMPLATE_SETTINGS: Final = ("add_generation_prompt", "continue_final_message")
 _ENCODE_SETTINGS: Final = ("add_special_tokens", "padding", "truncation", "max_length")
-_SETTINGS: Final = (
-    "padding_side",
-    "truncation_side",
-    "model_max_length",
-    "add_bos_token",
-    "add_eos_token",
-    "clean_up_tokenization_spaces",
-    "split_special_tokens",
-    "vocab_size",
-)
+_CLOCK: Final = "strftime_now"
+"""The function with which a template reads the clock."""
 
 
 class RenderingHooks:
     """Wraps the tokenizer methods of transformers, in the base class and where it is overridden.
 
-    A sample is a chain of steps: `messages`, `template` (the text that the template made), `text`
-    (what was given to the tokenizer) and `ids`. Samples are counted over the calls of the run. A
-    template call and the tokenizer call on its text are one sample, also where the script changed
+    A template call and the tokenizer call on its text are one sample, also where the script changed
     the text in between; so are both halves of `apply_chat_template(tokenize=True)`. Only the
     outermost call is recorded.
     """
 
-    def __init__(self, tape: Tape, patches: Patches) -> None:
-        self._tape = tape
+    def __init__(self, chain: Chain, patches: Patches) -> None:
+        self._chain = chain
         self._patches = patches
-        self._process = os.getpid()
-        self._inside = False
-        self._samples = 0
-        self._rendered: dict[str, deque[int]] = defaultdict(deque)
         self._tokenizers: list[weakref.ref[PreTrainedTokenizerBase]] = []
+        self._decoded: set[int] = set()
+        self._encoded: Any = None
+        """What the tokenizer made inside the call that is being recorded."""
 
     def install(self) -> None:
         for cls in _with_subclasses(PreTrainedTokenizerBase):
@@ -68,18 +50,8 @@ class RenderingHooks:
             for name in _ENCODERS:
                 if name in own:
                     self._patches.replace(cls, name, self._wrap_encoder)
-
-    @contextmanager
-    def _outermost(self) -> Iterator[bool]:
-        """Whether a call is not made by another one, nor in a forked worker process."""
-        if self._inside or os.getpid() != self._process:
-            yield False
-            return
-        self._inside = True
-        try:
-            yield True
-        finally:
-            self._inside = False
+            if "decode" in own:
+                self._patches.replace(cls, "decode", self._wrap_decode)
 
     # ---- templates -------------------------------------------------------------------------
 
@@ -88,7 +60,8 @@ class RenderingHooks:
 
         @functools.wraps(original)
         def apply(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._outermost() as records:
+            with self._chain.outermost() as records:
+                self._encoded = None
                 result = original(tokenizer, *args, **kwargs)
                 if records:
                     given = _bound(signature, tokenizer, args, kwargs)
@@ -105,30 +78,36 @@ class RenderingHooks:
         result: Any,
     ) -> None:
         self._describe(tokenizer)
-        text = result
+        text, encoded = result, self._encoded
         if given.get("tokenize", True):
             # Rendering is a pure function of the messages: once more, without the tokenizer.
             text = original(tokenizer, **_as_text(given))
         conversations, texts = _samples(given.get("conversation"), text)
-        first = self._samples
-        for messages, rendered in zip(conversations, texts, strict=False):
-            self._record_messages(messages, rendered, given)
+        inputs = _template_inputs(tokenizer, given)
+        samples = [
+            self._record_messages(messages, rendered, given, inputs)
+            for messages, rendered in zip(conversations, texts, strict=False)
+        ]
         if given.get("tokenize", True):
             rows = _rows(result, len(texts))
-            for index, (rendered, ids) in enumerate(zip(texts, rows, strict=False), first):
-                self._emit_text(index, "text", rendered, {})
-                self._emit_ids(index, ids, {})
+            facts = encoding_facts(encoded, len(rows))
+            for index, rendered, ids, fact in zip(samples, texts, rows, facts, strict=False):
+                self._text(tokenizer, index, rendered)
+                self._chain.ids(index, ids, fact)
         else:
-            for index, rendered in enumerate(texts, first):
-                self._rendered[rendered].append(index)
+            for index, rendered in zip(samples, texts, strict=False):
+                self._chain.waits(index, rendered)
 
-    def _record_messages(self, messages: Any, text: str, given: Mapping[str, Any]) -> None:
-        index, self._samples = self._samples, self._samples + 1
-        canonical = json.dumps(_plain(messages), ensure_ascii=False)
-        self._tape.emit("rendering", f"sample[{index}].messages", "out", canonical, kind="text")
-        attributes = {name: given[name] for name in _TEMPLATE_SETTINGS if name in given}
-        attributes |= {k: v for k, v in given.get("kwargs", {}).items() if isinstance(v, _PLAIN)}
-        self._emit_text(index, "template", text, attributes)
+    def _record_messages(
+        self, messages: Any, text: str, given: Mapping[str, Any], inputs: Mapping[str, Any]
+    ) -> int:
+        index = self._chain.new()
+        self._chain.text(index, "messages", as_json(messages))
+        for name in ("tools", "documents"):
+            if given.get(name):
+                self._chain.text(index, name, as_json(given[name]))
+        self._chain.text(index, "template", text, inputs)
+        return index
 
     # ---- tokenizing ------------------------------------------------------------------------
 
@@ -137,8 +116,12 @@ class RenderingHooks:
 
         @functools.wraps(original)
         def encode(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._outermost() as records:
+            with self._chain.outermost() as records:
+                if records:
+                    self._encoded = None
                 result = original(tokenizer, *args, **kwargs)
+                if getattr(result, "encodings", None):
+                    self._encoded = result
                 if records:
                     given = _bound(signature, tokenizer, args, kwargs)
                     self._record_encoding(tokenizer, given, result)
@@ -154,7 +137,7 @@ class RenderingHooks:
         attributes = {
             name: value
             for name in _ENCODE_SETTINGS
-            if isinstance(value := given.get(name), _PLAIN) and value is not None
+            if isinstance(value := given.get(name), PLAIN) and value is not None
         }
         rows = _rows(result, len(texts))
         if len(rows) == 1:
@@ -163,50 +146,39 @@ class RenderingHooks:
             hasattr(result, "get") and (of := result.get("overflow_to_sample_mapping")) is not None
         ):
             texts = [texts[int(index)] for index in of]
-        for text, ids in zip(texts, rows, strict=False):
-            self._emit_ids(self._sample_of(text), ids, attributes)
+        facts = encoding_facts(self._encoded, len(rows))
+        for text, ids, fact in zip(texts, rows, facts, strict=False):
+            index = self._chain.sample_of(text)
+            self._text(tokenizer, index, text)
+            self._chain.ids(index, ids, attributes | fact)
 
-    def _sample_of(self, text: str) -> int:
-        """The sample that a template made of this text, or else a new one."""
-        made = text if text in self._rendered else self._changed_into(text)
-        if made is None:
-            index, self._samples = self._samples, self._samples + 1
-        else:
-            waiting = self._rendered[made]
-            index = waiting.popleft()
-            if not waiting:
-                del self._rendered[made]
-        self._emit_text(index, "text", text, {})
-        return index
+    def _text(self, tokenizer: Any, index: int, text: str) -> None:
+        """Records the text that was tokenized, and what the normaliser makes of it if another."""
+        self._chain.text(index, "text", text)
+        normalizer = getattr(getattr(tokenizer, "_tokenizer", None), "normalizer", None)
+        if normalizer is not None and (normalized := normalizer.normalize_str(text)) != text:
+            self._chain.text(index, "normalized", normalized)
 
-    def _changed_into(self, text: str) -> str | None:
-        """The template's text that the script seems to have changed into this one.
+    # ---- decoding --------------------------------------------------------------------------
 
-        Only the texts that wait longest and shortest are looked at: scripts tokenize a text right
-        after making it, or all of them in the order in which they were made.
-        """
-        waiting = list(islice(self._rendered, _CANDIDATES))
-        waiting += islice(reversed(self._rendered), _CANDIDATES)
-        best = max(waiting, key=lambda made: _likeness(made, text), default=None)
-        return best if best is not None and _likeness(best, text) >= _SAME_SAMPLE else None
+    def _wrap_decode(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def decode(tokenizer: Any, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._chain.outermost() as records:
+                result = original(tokenizer, token_ids, *args, **kwargs)
+                if records and isinstance(result, str):
+                    self._record_decoding(token_ids, kwargs, result)
+            return result
 
-    # ---- events ----------------------------------------------------------------------------
+        return decode
 
-    def _emit_text(self, index: int, step: str, text: str, attributes: Mapping[str, Any]) -> None:
-        path = f"sample[{index}].{step}"
-        self._tape.emit("rendering", path, "out", text, kind="text", attributes=attributes)
-
-    def _emit_ids(self, index: int, ids: Any, attributes: Mapping[str, Any]) -> None:
-        array = np.asarray(ids, dtype=np.int64).reshape(-1)
-        self._tape.emit(
-            "rendering",
-            f"sample[{index}].ids",
-            "out",
-            array,
-            kind="ids",
-            dims=("sequence",),
-            attributes=attributes,
-        )
+    def _record_decoding(self, ids: Any, settings: Mapping[str, Any], text: str) -> None:
+        """Records a text under the number of its IDs: decoding other IDs is another matter."""
+        number = content_of(as_ids(ids))
+        if number not in self._decoded:
+            self._decoded.add(number)
+            attributes = {k: v for k, v in settings.items() if isinstance(v, PLAIN)}
+            self._chain.decoded(number, text, attributes)
 
     def _describe(self, tokenizer: Any) -> None:
         """Records the settings of a tokenizer when it is first used."""
@@ -216,32 +188,24 @@ class RenderingHooks:
         self._tokenizers.append(weakref.ref(tokenizer))
         name = f"tokenizer[{count}]" if count else "tokenizer"
         settings = tokenizer_settings(tokenizer)
-        self._tape.emit_settings({f"{name}.{key}": value for key, value in settings.items()})
+        self._chain.settings({f"{name}.{key}": value for key, value in settings.items()})
 
 
-def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
-    """What the text and the IDs of a tokenizer depend on, apart from its vocabulary."""
-    settings: dict[str, Any] = {"class": type(tokenizer).__name__}
-    template = getattr(tokenizer, "chat_template", None)
-    settings["chat_template"] = digest_value(template).hex() if template else None
-    special = tokenizer.special_tokens_map
-    for name in ("bos", "eos", "pad", "unk"):
-        token = special.get(f"{name}_token")
-        known = isinstance(token, str)
-        settings[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(token) if known else None
-    for name in _SETTINGS:
-        value = getattr(tokenizer, name, None)
-        if isinstance(value, _PLAIN):
-            settings[name] = value
-    return settings
+def _template_inputs(tokenizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a template's text depends on besides the messages: flags, variables, itself, clock."""
+    inputs = {name: given[name] for name in _TEMPLATE_SETTINGS if name in given}
+    inputs |= {k: v for k, v in given.get("kwargs", {}).items() if isinstance(v, PLAIN)}
+    template = given.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):  # several by name, of which transformers chooses one
+        template = template.get("tool_use" if given.get("tools") else "default")
+    if isinstance(template, str):
+        inputs["template"] = digest_value(template).hex()[:12]
+        if _CLOCK in template:
+            inputs["clock"] = time.strftime("%Y-%m-%d")
+    return inputs
 
 
 # ---- shapes of arguments and results ------------------------------------------------------------
-
-
-def _likeness(made: str, text: str) -> float:
-    """Share of the characters that two texts have in common, wherever they stand."""
-    return SequenceMatcher(None, made, text, autojunk=False).quick_ratio()
 
 
 def _with_subclasses(cls: Any) -> list[Any]:
@@ -313,16 +277,3 @@ def _rows(result: Any, count: int) -> list[Any]:
         ids = ids.tolist()
     is_batch = (bool(ids) and isinstance(ids[0], list | tuple)) or (not ids and count != 1)
     return list(ids) if is_batch else [ids]
-
-
-def _plain(value: Any) -> Any:
-    """Messages as JSON types: objects by their fields, anything else by its text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, _PLAIN):
-        return value
-    if hasattr(value, "messages"):
-        return _plain(value.messages)
-    return str(value)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tracediff.events import Event, Run
+from tracediff.recorders.rendering_chain import Chain
 from tracediff.recorders.transformers_rendering import RenderingHooks
 from tracediff.recording import Patches, Policy, Tape
 from tracediff.trace import Trace, TraceWriter
@@ -53,7 +54,7 @@ def rendered(tmp_path: Path) -> Callable[[Job], list[Event]]:
     def run(job: Job) -> list[Event]:
         patches = Patches()
         with TraceWriter(tmp_path / "run.zarr", Run(stack="pytorch"), overwrite=True) as writer:
-            RenderingHooks(Tape(writer, Policy()), patches).install()
+            RenderingHooks(Chain(Tape(writer, Policy())), patches).install()
             try:
                 job()
             finally:

@@ -6,9 +6,13 @@ Everything else is the tape's.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from tracediff.events import ROOT
@@ -47,12 +51,56 @@ class Patches:
             self._stack.callback(delattr, owner, name)
         setattr(owner, name, wrap(original))
 
+    def replace_static(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """As `replace`, for a static method."""
+        self.replace(owner, name, lambda original: staticmethod(wrap(original)))
+
+    def when_imported(self, module: str, install: Callable[[Any], None]) -> None:
+        """Calls back with a module: now if it is imported, or else as soon as it is.
+
+        Importing it here would cost seconds in scripts that never do.
+        """
+        if module in sys.modules:
+            install(sys.modules[module])
+            return
+        finder = _ImportHook(module, install)
+        sys.meta_path.insert(0, finder)
+        self._stack.callback(finder.remove)
+
     def on_undo(self, callback: Callable[..., Any], *args: Any) -> None:
         """Calls back when the patches are undone, such as a hook handle's `remove`."""
         self._stack.callback(callback, *args)
 
     def undo(self) -> None:
         self._stack.close()
+
+
+class _ImportHook(MetaPathFinder):
+    """Finds one module through the other finders, and calls back when it has been executed."""
+
+    def __init__(self, module: str, install: Callable[[Any], None]) -> None:
+        self._module = module
+        self._install = install
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        self.remove()
+        spec = find_spec(name)
+        execute = getattr(spec and spec.loader, "exec_module", None)
+        if spec is None or spec.loader is None or execute is None:
+            return spec
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self._install(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class Recorder(ABC):

@@ -144,6 +144,7 @@ class Tape:
         self._notes: list[str] = []
         self._fingerprints: dict[tuple[bytes, str], tuple[float, ...]] = {}
         self.on_step_start: list[Callable[[], None]] = []
+        self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self._step_started = False
         self.seen_model = False
         self.loaded: dict[str, tuple[bytes, str]] = {}
@@ -351,6 +352,8 @@ class Tape:
             kind = "mask"
         dims = ("batch", "sequence") if array.ndim == 2 else ()
         prefix = "eval_batch" if self.evaluating else "batch"
+        for callback in self.on_batch:
+            callback(array, prefix, call)
         return self.emit(
             "rendering", f"{prefix}.{name}", "out", array, kind=kind, call=call, dims=dims
         )
