@@ -52,10 +52,14 @@ def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     return settings
 
 
-def encoding_facts(encoded: Any, rows: int) -> list[dict[str, Any]]:
+def encoding_facts(encoded: Any, rows: int, known: set[int]) -> list[dict[str, Any]]:
     """How each row of a fast tokenizer's call came about; {} where the tokenizer does not say.
 
+    Args:
+        known: IDs whose tokens have been told; grows.
+
     Each row's facts, as far as they apply:
+        tokens: ID -> token as the vocabulary spells it, of the IDs that are new.
         lengths: Characters of the text that each token stands for.
         jumps: Token -> how many characters lie between it and the token before (often a space that
             belongs to no token), where that is not 0. Tokens that share a character jump back.
@@ -67,7 +71,7 @@ def encoding_facts(encoded: Any, rows: int) -> list[dict[str, Any]]:
     encodings = getattr(encoded, "encodings", None) or ()
     if len(encodings) != rows:
         return [{}] * rows
-    return [_facts(encoding) for encoding in encodings]
+    return [_facts(encoding) | _tokens(encoding, known) for encoding in encodings]
 
 
 def _facts(encoding: Any) -> dict[str, Any]:
@@ -94,6 +98,15 @@ def _facts(encoding: Any) -> dict[str, Any]:
     if encoding.overflowing:
         facts["truncated"] = sum(len(rest) for rest in encoding.overflowing)
     return facts
+
+
+def _tokens(encoding: Any, known: set[int]) -> dict[str, Any]:
+    new = {i: place for place, i in enumerate(encoding.ids) if i not in known}
+    if not new:
+        return {}
+    known.update(new)
+    tokens = encoding.tokens
+    return {"tokens": {str(identifier): tokens[place] for identifier, place in new.items()}}
 
 
 def _pretokens(encoding: Any, spans: Sequence[tuple[int, int]], content: slice) -> str:

@@ -37,7 +37,7 @@ class RenderingHooks:
     def __init__(self, chain: Chain, patches: Patches) -> None:
         self._chain = chain
         self._patches = patches
-        self._tokenizers: list[weakref.ref[PreTrainedTokenizerBase]] = []
+        self._tokenizers: list[tuple[weakref.ref[PreTrainedTokenizerBase], set[int]]] = []
         self._decoded: set[int] = set()
         self._encoded: Any = None
         """What the tokenizer made inside the call that is being recorded."""
@@ -90,7 +90,7 @@ class RenderingHooks:
         ]
         if given.get("tokenize", True):
             rows = _rows(result, len(texts))
-            facts = encoding_facts(encoded, len(rows))
+            facts = self._facts(tokenizer, encoded, len(rows))
             for index, rendered, ids, fact in zip(samples, texts, rows, facts, strict=False):
                 self._text(tokenizer, index, rendered)
                 self._chain.ids(index, ids, fact)
@@ -146,7 +146,7 @@ class RenderingHooks:
             hasattr(result, "get") and (of := result.get("overflow_to_sample_mapping")) is not None
         ):
             texts = [texts[int(index)] for index in of]
-        facts = encoding_facts(self._encoded, len(rows))
+        facts = self._facts(tokenizer, self._encoded, len(rows))
         for text, ids, fact in zip(texts, rows, facts, strict=False):
             index = self._chain.sample_of(text)
             self._text(tokenizer, index, text)
@@ -180,15 +180,26 @@ class RenderingHooks:
             attributes = {k: v for k, v in settings.items() if isinstance(v, PLAIN)}
             self._chain.decoded(number, text, attributes)
 
-    def _describe(self, tokenizer: Any) -> None:
-        """Records the settings of a tokenizer when it is first used."""
-        if any(known() is tokenizer for known in self._tokenizers):
-            return
-        count = len(self._tokenizers)
-        self._tokenizers.append(weakref.ref(tokenizer))
-        name = f"tokenizer[{count}]" if count else "tokenizer"
+    def _describe(self, tokenizer: Any) -> tuple[int, set[int]]:
+        """Records the settings of a tokenizer when it is first used.
+
+        Returns:
+            Its number in this run, and the IDs whose tokens have been told.
+        """
+        for number, (reference, known) in enumerate(self._tokenizers):
+            if reference() is tokenizer:
+                return number, known
+        number, known = len(self._tokenizers), set()
+        self._tokenizers.append((weakref.ref(tokenizer), known))
+        name = f"tokenizer[{number}]" if number else "tokenizer"
         settings = tokenizer_settings(tokenizer)
         self._chain.settings({f"{name}.{key}": value for key, value in settings.items()})
+        return number, known
+
+    def _facts(self, tokenizer: Any, encoded: Any, rows: int) -> list[dict[str, Any]]:
+        number, known = self._describe(tokenizer)
+        facts = encoding_facts(encoded, rows, known)
+        return [fact | {"tokenizer": number} for fact in facts] if number else facts
 
 
 def _template_inputs(tokenizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.options import Options
+from tracediff.bisection.rendered import unseen
 from tracediff.events import ROOT, STAGE_RANK, STAGES, Event
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
@@ -88,10 +89,12 @@ def _healed(judged: Judged, step: Step) -> bool:
     """Whether everything computed from a divergent value agrees again, sooner or later.
 
     A consistent re-layout (queries and keys permuted alike, positions shifted alike) leaves the
-    scores as they were; labels that differ only where the loss ignores them leave the loss.
+    scores as they were; labels that differ only where the loss ignores them leave the loss. A
+    record or a message that differs matters only if the text or the token IDs do.
     """
     site = judged.event.site
-    if judged.kind not in ("value", "labels") or site.phase not in ("forward", "loss", "backward"):
+    computed = judged.kind in ("value", "labels") and site.phase in ("forward", "loss", "backward")
+    if not computed and (site.phase, judged.kind) != ("rendering", "text"):
         return False
     users: dict[int, list[Judged]] = defaultdict(list)
     for user in step.judged:
@@ -299,6 +302,8 @@ class Assembly:
         else:
             mark = "equivalent" if differing or diverged else "identical"
             reason = f"{diverged} differ without effect" if diverged else None
+            if name == "rendering":
+                reason = reason or unseen(step.alignment for step in self._steps)
         return StageResult(
             stage=name,
             outcome=mark,
@@ -400,6 +405,8 @@ def _passed_over(judged: Judged) -> str:
     site = judged.event.site
     if site.phase == "rng":
         return f"the generators differ ({site}), with no effect on anything compared"
+    if site.phase == "rendering":
+        return f"{site} differs, with no effect on what is made of it"
     return (
         f"healed: {site} differs by {judged.error.rel_l2:.1e}, everything computed from it agrees"
     )

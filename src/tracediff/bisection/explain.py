@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.judge import read_pair
+from tracediff.bisection.rendered import differ_rows, differ_texts, inputs_of
 from tracediff.compare import settings
 from tracediff.compare.figures import is_float, largest_deviations, max_ulp
 from tracediff.compare.padding import Padding
 from tracediff.compare.patterns import recognise
-from tracediff.events import ROOT
-from tracediff.rendering import Difference, differ_ids, differ_text
+from tracediff.events import ROOT, Event
+from tracediff.rendering import Difference
 from tracediff.trace import Trace
 from tracediff.verdict import Deviation, Divergence, Neighbour
 
@@ -67,20 +68,22 @@ def explain(
     bare = divergence(judged)
     relevant = (
         *_attributes(judged),
+        *inputs_of(judged.pair),
+        *(setting for setting in environment if _of_tokenizer(setting[0], judged.event)),
         *(setting for setting in environment if _bears_on(setting[0], bare.path)),
     )
     if judged.kind == "setting":
         return replace(bare, **_explain_setting(judged))
     if judged.kind == "text":
-        difference = differ_text(str(judged.event.value), str(judged.pair.target.value))
-        return replace(bare, **_named(difference), settings=relevant)
+        return replace(bare, **_named(differ_texts(traces, judged.pair)), settings=relevant)
     values = read_pair(traces, judged.pair)
     if values is None:
         note = "no payload was kept: record this step at level module to see the values"
         return replace(bare, meaning=note, settings=relevant)
     counts = padding.counts(judged.event, values[0].shape) if padding else None
     if judged.event.kind in ("ids", "labels", "mask") or not is_float(values[0].dtype):
-        found = differ_ids(*values, counts) if judged.event.kind != "state" else None
+        rows = judged.event.kind != "state"
+        found = differ_rows(traces, judged.pair, values, counts) if rows else None
         named = _named(found) if found else {}
         return replace(bare, **named, deviations=_deviations(values, counts), settings=relevant)
     pattern = recognise(*values, counts)
@@ -119,6 +122,13 @@ def _attributes(judged: Judged) -> tuple[Setting, ...]:
         return ()
     found = settings.differing(a.attributes, b.attributes)
     return tuple((f"{a.site.path}.{name}", x, y) for name, (x, y) in found.items())
+
+
+def _of_tokenizer(setting: str, event: Event) -> bool:
+    """Whether a setting is of the tokenizer that made a row of IDs."""
+    number = event.attributes.get("tokenizer", 0)
+    name = f"tokenizer[{number}]." if number else "tokenizer."
+    return event.site.phase == "rendering" and event.kind == "ids" and setting.startswith(name)
 
 
 def _explain_setting(judged: Judged) -> dict[str, Any]:

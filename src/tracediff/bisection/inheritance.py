@@ -141,6 +141,8 @@ class Ledger:
         """What is inherited where the recorder knows no data flow: from the stage before."""
         site = event.site
         stage, port = site.phase, site.port
+        if site.path.startswith("sample["):
+            return Level()  # samples have nothing to do with each other
         if stage == "rendering" or (stage == "forward" and not event.inputs):
             return self._stage.get("rendering", Level())
         if stage == "loss":
@@ -186,7 +188,8 @@ class Ledger:
         self._of_order[0][a.order] = level
         self._of_order[1][b.order] = level
         self._by_site[stage, path, port] = judged
-        if stage not in ("environment", "rng"):
+        # A text that differs matters by the IDs that it becomes, if they differ too.
+        if stage not in ("environment", "rng") and (stage, a.kind) != ("rendering", "text"):
             self._stage[stage] = self._stage.get(stage, Level()) | level
         if stage == "forward" and a.site.port.startswith("out"):
             self._stage["forward.last"] = level

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.rendering.batch_classes import classify_batch
 from tracediff.rendering.files import Vocabulary
 from tracediff.rendering.id_classes import classify_ids, classify_labels
 from tracediff.rendering.text_classes import TextPair, classify_text
@@ -74,10 +75,12 @@ def differ_ids(
     target: NDArray[Any],
     counts: NDArray[np.bool_] | None = None,
     vocabulary: Vocabulary | None = None,
+    what: str = "",
 ) -> Difference | None:
     """Describes the first difference of two arrays of IDs, labels or masks; None if equal.
 
     Args:
+        what: Name of the field (`labels`, `position_ids`, `attention_mask` ...), where it is known.
         counts: Boolean array of the common shape: False where an element is padding.
         vocabulary: Tells which IDs are special and what the others spell; without it, only the
             classes that the numbers alone show are told.
@@ -85,6 +88,9 @@ def differ_ids(
     if baseline.shape != target.shape:
         if baseline.ndim == target.ndim == 1:
             return _differ_row(baseline.tolist(), target.tolist(), {}, vocabulary)
+        found_batch = classify_batch(baseline, target, what, None, vocabulary)
+        if found_batch:
+            return Difference(found_batch.name, found_batch.meaning, dict(found_batch.detail))
         return Difference(
             "shape",
             f"shape {baseline.shape} against {target.shape}",
@@ -103,10 +109,14 @@ def differ_ids(
     row = int(rows[0])
     extra = {"row": row, "rows": len(rows)} if baseline.ndim > 1 else {"rows": 1}
     found = _differ_row(a[row].tolist(), b[row].tolist(), extra, vocabulary)
-    labels = classify_labels(a, b, vocabulary)
-    if labels is None:
+    of_row = counts.reshape(a.shape) if counts is not None and counts.size == a.size else None
+    whole = (a, b) if baseline.ndim == 2 else (baseline, target)
+    named = classify_batch(*whole, what, of_row, vocabulary) if what or a.ndim == 2 else None
+    if named is None and what in ("", "labels", "targets"):
+        named = classify_labels(a, b, vocabulary)
+    if named is None:
         return found
-    return Difference(labels.name, labels.meaning, {**found.detail, **labels.detail})
+    return Difference(named.name, named.meaning, {**found.detail, **named.detail})
 
 
 def _differ_row(

@@ -154,6 +154,9 @@ def _mask_class(a: NDArray[Any], b: NDArray[Any], vocabulary: Vocabulary | None)
             "the ID that ends an answer, so the model never learns to stop"
         )
         return Class("pad equals EOS", meaning)
+    found = _packing(full, differs, vocabulary) or _past_the_end(full, masked, side, vocabulary)
+    if found:
+        return found
     rows = np.flatnonzero(differs.any(axis=-1))
     edges = {_edge(full[row], differs[row]) for row in rows}
     if len(edges) == 1 and (edge := edges.pop()):
@@ -161,7 +164,59 @@ def _mask_class(a: NDArray[Any], b: NDArray[Any], vocabulary: Vocabulary | None)
             f"the {side} trains one token fewer, the {edge} of the other's, in {len(rows)} row(s)"
         )
         return Class("mask off by one", meaning)
-    return None
+    return _more_trained(full, masked, side)
+
+
+def _packing(
+    full: NDArray[Any], differs: NDArray[np.bool_], vocabulary: Vocabulary | None
+) -> Class | None:
+    """Labels that are ignored on one side where a document of a pack begins, after an EOS."""
+    if vocabulary is None or vocabulary.eos is None or not differs[:, 1:].any():
+        return None
+    begins = np.zeros_like(differs)
+    begins[:, 1:] = full[:, :-1] == vocabulary.eos
+    if (differs & ~begins)[:, 1:].any() or (full[differs] == vocabulary.eos).any():
+        return None
+    count = int(differs[:, 1:].sum())
+    meaning = (
+        f"only one side ignores the {count} label(s) at which a packed document begins: the other "
+        "trains them on the end of the document before"
+    )
+    return Class("packing without a boundary", meaning)
+
+
+def _past_the_end(
+    full: NDArray[Any], masked: NDArray[Any], side: str, vocabulary: Vocabulary | None
+) -> Class | None:
+    """Labels that one side trains behind the last one of the other: padding, or what was cut."""
+    extra = full != masked
+    last = _last_trained(masked)[:, None]
+    behind = np.arange(full.shape[-1])[None, :] > last
+    known = vocabulary is not None and vocabulary.pad not in (None, vocabulary.eos)
+    padding = known and vocabulary is not None and bool((full[extra] == vocabulary.pad).all())
+    if not padding and ((extra & ~behind).any() or extra.sum(axis=-1).max() < 2):
+        return None
+    trains = "target" if side == "baseline" else "baseline"
+    what = "labels of padding" if padding else "labels past the end of the other's"
+    return Class("mask past the end", f"the {trains} trains {int(extra.sum())} {what}")
+
+
+def _more_trained(full: NDArray[Any], masked: NDArray[Any], side: str) -> Class | None:
+    """One side trains what comes before the answer too."""
+    extra = full != masked
+    first = (masked != IGNORED).argmax(axis=-1)[:, None]
+    before = np.arange(full.shape[-1])[None, :] < first
+    if (extra & ~before).any():
+        return None
+    trains = "target" if side == "baseline" else "baseline"
+    meaning = f"the {trains} also trains {int(extra.sum())} tokens before those of the other"
+    return Class("prompt trained", meaning)
+
+
+def _last_trained(labels: NDArray[Any]) -> NDArray[np.intp]:
+    trained = labels != IGNORED
+    last: NDArray[np.intp] = trained.shape[-1] - 1 - trained[:, ::-1].argmax(axis=-1)
+    return np.where(trained.any(axis=-1), last, -1)
 
 
 def _is_padding(

@@ -1,0 +1,251 @@
+"""What a trace knows about one rendered sample, brought to bear on a difference in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.align import Alignment
+from tracediff.compare import settings
+from tracediff.events import Event, Pair
+from tracediff.rendering import Difference, Vocabulary, differ_ids, differ_text
+from tracediff.rendering.provenance import content_spans, origin_at, token_origins
+from tracediff.trace import Trace
+
+_SAMPLE: Final = re.compile(r"^sample\[(\d+)\]\.(.+)$")
+_TOKENIZER: Final = re.compile(r"^tokenizer(?:\[(\d+)\])?\.(.+)$")
+_SIDES: Final = ("baseline", "target")
+_SYSTEM: Final = ("system", "developer")
+_TEXT_STEPS: Final = ("messages", "template", "text", "ids")
+_FACTS_OF_ROWS: Final = frozenset(
+    {"lengths", "jumps", "tokens", "special", "pretokens", "padded", "truncated", "tokenizer"}
+)
+"""Attributes of token IDs that say how they came about, not what they depend on."""
+
+Setting = tuple[str, Any, Any]
+
+
+class Sample:
+    """One side's events of the sample (or the batch) that an event belongs to."""
+
+    def __init__(self, trace: Trace, event: Event) -> None:
+        self._trace = trace
+        self.event = event
+        match = _SAMPLE.match(event.site.path)
+        self.index = int(match[1]) if match else None
+        self.step = match[2] if match else event.site.path
+        self._events = trace.events(event.site.step)
+
+    def find(self, step: str) -> Event | None:
+        """The event of another step of this sample, if it was recorded in the same step."""
+        path = f"sample[{self.index}].{step}"
+        return next((e for e in self._events if e.site.path == path), None)
+
+    @cached_property
+    def messages(self) -> str:
+        event = self.find("messages")
+        return str(event.value) if event else ""
+
+    @property
+    def has_system(self) -> bool | None:
+        """Whether the messages have one of the system's; None where they were not seen."""
+        try:
+            found = json.loads(self.messages)
+        except ValueError:
+            return None
+        return any(isinstance(m, dict) and m.get("role") in _SYSTEM for m in found)
+
+    def origin(self, text: str, index: int) -> str | None:
+        """Where a character comes from; None where the messages were not seen."""
+        return origin_at(content_spans(text, self.messages), index) if self.messages else None
+
+    def origins(self, facts: Mapping[str, Any], count: int) -> list[str] | None:
+        text = self.find("text")
+        if text is None or not self.messages:
+            return None
+        return token_origins(facts, count, content_spans(str(text.value), self.messages))
+
+
+def vocabulary_of(traces: Iterable[Trace], step: int, number: int = 0) -> Vocabulary | None:
+    """What the traces say of the tokenizer with this number: special IDs, tokens used so far.
+
+    Where the two sides disagree on a special ID, the baseline's counts.
+    """
+    tokens: dict[int, str] = {}
+    control: dict[str, str] = {}
+    special: dict[str, int] = {}
+    for trace in traces:
+        for before in [s for s in trace.steps if s <= step]:
+            for event in trace.events(before):
+                match = _TOKENIZER.match(event.site.path)
+                if match and int(match[1] or 0) == number:
+                    _take_setting(match[2], event.value, control, special)
+                elif event.attributes.get("tokenizer", 0) == number:
+                    new = event.attributes.get("tokens", {})
+                    tokens |= {int(i): token for i, token in new.items() if int(i) not in tokens}
+    if not special and not control:
+        return None
+    known = {int(i): token for i, token in control.items()}
+    return Vocabulary(tokens | known, frozenset(known) | frozenset(special.values()), **special)
+
+
+def _take_setting(name: str, value: Any, control: dict[str, str], special: dict[str, int]) -> None:
+    role = name.removesuffix("_token_id")
+    if name == "control" and isinstance(value, Mapping):
+        control.update(value)
+    elif role in ("bos", "eos", "pad") and isinstance(value, int):
+        special.setdefault(role, value)
+
+
+def differ_texts(traces: tuple[Trace, Trace], pair: Pair) -> Difference:
+    """The first difference of two texts of a sample, with the sample, the step and provenance."""
+    a, b = (Sample(t, e) for t, e in zip(traces, (pair.baseline, pair.target), strict=True))
+    texts = str(a.event.value), str(b.event.value)
+    vocabulary = vocabulary_of(traces, a.event.site.step)
+    found = differ_text(*texts, vocabulary, a.has_system)
+    detail = {**found.detail, **_place(a, b)}
+    if a.step in ("template", "text"):
+        index = detail["index"]
+        origins = [side.origin(text, index) for side, text in zip((a, b), texts, strict=True)]
+        if None not in origins:
+            detail["provenance"] = dict(zip(_SIDES, origins, strict=True))
+    given = inputs_of(pair)
+    if given:
+        detail["inputs"] = {name: dict(zip(_SIDES, (x, y), strict=True)) for name, x, y in given}
+        detail["step"] = "template inputs" if a.step == "template" else detail["step"]
+    return replace(found, detail=detail)
+
+
+def differ_rows(
+    traces: tuple[Trace, Trace],
+    pair: Pair,
+    values: tuple[NDArray[Any], NDArray[Any]],
+    counts: NDArray[np.bool_] | None,
+) -> Difference | None:
+    """The first difference of IDs, labels or a mask, as `differ_texts` has it for texts."""
+    a, b = (Sample(t, e) for t, e in zip(traces, (pair.baseline, pair.target), strict=True))
+    number = a.event.attributes.get("tokenizer", 0)
+    vocabulary = vocabulary_of(traces, a.event.site.step, number)
+    found = differ_ids(*values, counts, vocabulary, a.step.rpartition(".")[2])
+    if found is None:
+        return None
+    detail = {**found.detail, **_place(a, b)}
+    if a.step == "ids":
+        detail |= _how_rows_part(a, b, values)
+    if vocabulary is not None and "baseline_ids" in detail and a.event.kind == "ids":
+        for side in _SIDES:
+            detail[f"{side}_tokens"] = [vocabulary.token(i) for i in detail[f"{side}_ids"]]
+        if values[0].ndim == 1:
+            detail["special"] = {
+                side: _special_counts(row, vocabulary)
+                for side, row in zip(_SIDES, values, strict=True)
+            }
+    return replace(found, detail=detail)
+
+
+def _place(a: Sample, b: Sample) -> dict[str, Any]:
+    """Which sample it is on each side, and which step of its rendering."""
+    if a.index is None:
+        return {"step": a.step}
+    return {"sample": a.index, "target_sample": b.index, "step": a.step}
+
+
+def inputs_of(pair: Pair) -> list[Setting]:
+    """What a step was given besides the step before (flags, variables), where the sides differ."""
+    sides = [
+        {k: v for k, v in event.attributes.items() if k not in _FACTS_OF_ROWS}
+        for event in (pair.baseline, pair.target)
+    ]
+    if pair.baseline.site.phase != "rendering" or pair.baseline.kind not in ("text", "ids"):
+        return []
+    return [(name, x, y) for name, (x, y) in settings.differing(*sides).items()]
+
+
+def _how_rows_part(a: Sample, b: Sample, rows: tuple[NDArray[Any], NDArray[Any]]) -> dict[str, Any]:
+    """At which of the tokenizer's own steps two rows of IDs part, and where the tokens come from.
+
+    The tokenizer normalises, cuts into words, merges to tokens, puts special tokens in, truncates
+    and pads; the trace keeps what each of these did, and the first that differs is named.
+    """
+    facts = [side.event.attributes for side in (a, b)]
+    detail: dict[str, Any] = {}
+    origins = [
+        side.origins(side.event.attributes, len(row))
+        for side, row in zip((a, b), rows, strict=True)
+    ]
+    if None not in origins:
+        detail["origins"] = dict(zip(_SIDES, origins, strict=True))
+    if any("lengths" not in fact for fact in facts):
+        return detail
+    normalized = [_normalized(side) for side in (a, b)]
+    if normalized[0] != normalized[1]:
+        return detail | {"step": "normalized"}
+    bare = [_bare(row.tolist(), fact) for row, fact in zip(rows, facts, strict=True)]
+    inner = [_without_special(row, fact) for row, fact in zip(bare, facts, strict=True)]
+    if inner[0] != inner[1]:
+        cut = [fact.get("truncated", 0) for fact in facts]
+        if cut[0] != cut[1] or (cut[0] and facts[0]["pretokens"] != facts[1]["pretokens"]):
+            return detail | {"step": "truncation", "truncated": dict(zip(_SIDES, cut, strict=True))}
+        if facts[0]["pretokens"] != facts[1]["pretokens"]:
+            return detail | {"step": "pretokens"}
+        return detail
+    return detail | {"step": "special tokens" if bare[0] != bare[1] else "padding"}
+
+
+def _normalized(side: Sample) -> str:
+    event = side.find("normalized") or side.find("text")
+    return str(event.value) if event else ""
+
+
+def _bare(row: list[int], facts: Mapping[str, Any]) -> list[int]:
+    """A row without its padding."""
+    before, after = facts.get("padded", (0, 0))
+    return row[before : len(row) - after]
+
+
+def _without_special(row: list[int], facts: Mapping[str, Any]) -> list[int]:
+    before = facts.get("padded", (0, 0))[0]
+    special = {place - before for place in facts.get("special", ())}
+    return [identifier for place, identifier in enumerate(row) if place not in special]
+
+
+def _special_counts(row: NDArray[Any], vocabulary: Vocabulary) -> dict[str, int]:
+    """How often BOS and EOS stand in a row."""
+    roles = {"BOS": vocabulary.bos, "EOS": vocabulary.eos}
+    return {
+        name: int((row == identifier).sum())
+        for name, identifier in roles.items()
+        if identifier is not None
+    }
+
+
+def unseen(alignments: Iterable[Alignment]) -> str | None:
+    """Which steps of the samples' rendering a trace does not show; None where both show all."""
+    paths: tuple[set[str], set[str]] = (set(), set())
+    for found in alignments:
+        both = [(pair.baseline, pair.target) for pair in found.pairs]
+        sides = (*zip(*both, strict=True),) if both else ((), ())
+        for side, only in enumerate((found.baseline_only, found.target_only)):
+            events = (*sides[side], *(event for event, _ in only))
+            paths[side].update(e.site.path for e in events if e.site.phase == "rendering")
+    told = [_unseen(side) for side in paths]
+    if told[0] == told[1]:
+        return told[0] and f"{told[0]} on both sides"
+    pairs = zip(_SIDES, told, strict=True)
+    return "; ".join(f"{what} in the {name}" for name, what in pairs if what) or None
+
+
+def _unseen(paths: Iterable[str]) -> str | None:
+    found = set(paths)
+    steps = {match[2] for path in found if (match := _SAMPLE.match(path))}
+    lacking = [step for step in _TEXT_STEPS if step not in steps]
+    if not found or not lacking:
+        return None
+    return f"{', '.join(lacking)} not seen" if steps else "only batches were seen"
