@@ -270,14 +270,20 @@ class Chain:
         if batch is None:
             return
         self._emitted = here
+        drawn: tuple[int, ...] = ()
         for name, values in (("indices", batch.indices), ("samples", batch.samples)):
             if values:
-                self._tape.emit(
-                    *("rendering", f"{prefix}.{name}", "out", np.array(values, np.int64)),
+                order = self._tape.emit(
+                    "rendering",
+                    f"{prefix}.{name}",
+                    "out",
+                    np.array(values, np.int64),
                     kind="ids",
                     call=call,
                     dims=("batch",),
+                    inputs=drawn,
                 )
+                drawn = (order,)
 
     # ---- other processes -------------------------------------------------------------------
 

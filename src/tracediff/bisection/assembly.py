@@ -12,7 +12,7 @@ from tracediff.align import Alignment
 from tracediff.bisection import blame, missing
 from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
-from tracediff.bisection.inheritance import Judged
+from tracediff.bisection.inheritance import Judged, only_by_effect
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.options import Options
 from tracediff.bisection.rendered import unseen
@@ -94,7 +94,7 @@ def _healed(judged: Judged, step: Step) -> bool:
     """
     site = judged.event.site
     computed = judged.kind in ("value", "labels") and site.phase in ("forward", "loss", "backward")
-    if not computed and (site.phase, judged.kind) != ("rendering", "text"):
+    if not computed and not only_by_effect(judged.event):
         return False
     users: dict[int, list[Judged]] = defaultdict(list)
     for user in step.judged:

@@ -188,8 +188,7 @@ class Ledger:
         self._of_order[0][a.order] = level
         self._of_order[1][b.order] = level
         self._by_site[stage, path, port] = judged
-        # A text that differs matters by the IDs that it becomes, if they differ too.
-        if stage not in ("environment", "rng") and (stage, a.kind) != ("rendering", "text"):
+        if stage not in ("environment", "rng") and not only_by_effect(a):
             self._stage[stage] = self._stage.get(stage, Level()) | level
         if stage == "forward" and a.site.port.startswith("out"):
             self._stage["forward.last"] = level
@@ -202,6 +201,13 @@ class Ledger:
         if stage == "optimizer" and port.startswith("state."):
             self._state.moments[path, port] = level
         return judged
+
+
+def only_by_effect(event: Event) -> bool:
+    """Whether an event matters only by what is made of it: a text, by the IDs that it becomes;
+    a sampler's places in its data set, by the samples that lie there."""
+    site = event.site
+    return site.phase == "rendering" and (event.kind == "text" or site.path.endswith(".indices"))
 
 
 def _worst(levels: Iterable[Level]) -> Level:
