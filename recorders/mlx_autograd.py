@@ -66,6 +66,8 @@ class GradientHooks:
                 self._state.roots.remember(model)
                 with self._transforming(fn, args, kwargs):
                     value, grads = plain(*args, **kwargs)
+                if self._state.skipped is not None and self._state.tape.skipping:
+                    return self._state.skipped((value, grads), True)
                 self._emit_model_grads(model, grads)
                 return value, grads
 
@@ -89,6 +91,8 @@ class GradientHooks:
                     return plain(*args, **kwargs)
                 with self._transforming(fun, args, kwargs):
                     result = plain(*args, **kwargs)
+                if self._state.skipped is not None and self._state.tape.skipping:
+                    return self._state.skipped(result, has_value)
                 grads = result[1] if has_value else result
                 self._emit_grads(_grad_names(fun, args, grads, *options, **named))
                 return result
@@ -116,6 +120,9 @@ class GradientHooks:
 
     @contextmanager
     def _transforming(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+        if self._state.roots.known:
+            # Inside, parameters are tracers: a snapshot is taken and put back out here.
+            self._state.tape.start_step()
         self._state.gradient = Gradient(batch=input_ports(fun, args, kwargs))
         try:
             yield

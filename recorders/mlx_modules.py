@@ -123,6 +123,8 @@ class ModuleHooks:
         ports = call.inputs()
         self._thread = threading.get_ident()
         self._batch = batch_shape(ports) or self._batch
+        if tape.skipping:
+            return self._skip(call, ports, evaluating)
         if evaluating:
             return self._evaluate(call, path, ports)
         tape.start_step()
@@ -166,6 +168,26 @@ class ModuleHooks:
         finally:
             tape.exit(frame)
             tape.evaluating = self._muted = False
+
+    def _skip(self, call: Call, ports: Ports, evaluating: bool) -> Any:
+        """A call in a step that a rerun skips: built, and not computed."""
+        tape = self._state.tape
+        tape.seen_model = True
+        if not evaluating:
+            tape.start_step()
+        if self._state.roots.is_root(call.module) and evaluating:
+            tape.evaluating = True
+            self._emit_batch(ports, tape.next_call("rendering", "eval_batch"))
+            tape.evaluating = False
+        elif self._state.roots.is_root(call.module):
+            self._emit_training_batch(ports)
+            tape.root_calls += 1
+        self._muted = True
+        try:
+            output = call.run()
+        finally:
+            self._muted = False
+        return map_arrays(output, mx.zeros_like) if evaluating else output
 
     # ---- values ----------------------------------------------------------------------------
 

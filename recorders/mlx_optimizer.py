@@ -119,6 +119,10 @@ class OptimizerHooks:
         if self._inside or not self._state.recording:
             return original(optimizer, *args)
         self._state.touched += 1
+        if self._state.tape.skipping:
+            _count_update(optimizer)
+            self._state.tape.advance()
+            return None if isinstance(args[0], Module) else args[1]
         updated = list(self._updated(optimizer, gradients, parameters))
         self._load_state(updated)
         self._inside = True
@@ -204,6 +208,17 @@ class OptimizerHooks:
     def _trajectory(self, path: str, value: float) -> None:
         call = self._state.tape.next_call("trajectory", path)
         self._state.tape.emit("trajectory", path, "out", np.asarray(value, np.float64), call=call)
+
+
+def _count_update(optimizer: Optimizer) -> None:
+    """All that an update leaves behind where a rerun skips it: its count, and scheduled values."""
+    for part in optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else ():
+        _count_update(part)
+    if "step" in optimizer.state:
+        for name, schedule in optimizer._schedulers.items():
+            optimizer.state[name] = schedule(optimizer.state["step"])
+        optimizer.state["step"] = optimizer.state["step"] + 1
+        mx.eval(optimizer.state["step"])
 
 
 def _by_name(tree: Any) -> dict[str, mx.array]:

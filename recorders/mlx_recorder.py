@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final
 
 import mlx.core as mx
-import numpy as np
+from numpy.typing import NDArray
 
 from tracediff import recording
 from tracediff.checkpoint import Checkpoints
@@ -27,7 +27,11 @@ from tracediff.recorders.mlx_modules import ModuleHooks
 from tracediff.recorders.mlx_operations import OperationHooks
 from tracediff.recorders.mlx_optimizer import OptimizerHooks
 from tracediff.recorders.mlx_roots import Roots
+from tracediff.recorders.mlx_skip import SkipHooks
+from tracediff.recorders.mlx_snapshot import Snapshots
 from tracediff.recorders.mlx_state import State
+from tracediff.recording import watch_generators
+from tracediff.trace.snapshot import Tree
 
 _DISTRIBUTIONS: Final = (
     *("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda", "mlx-lm"),
@@ -46,7 +50,8 @@ class Recorder(recording.Recorder):
         """Wraps modules, gradient transformations, losses, optimizers and `mx.compile`."""
         tape, patches = self.tape, self.patches
         checkpoints = Checkpoints(tape)
-        state = State(tape, Roots(tape, checkpoints))
+        self._roots = Roots(tape, checkpoints)
+        state = State(tape, self._roots)
         gc.collect()  # an optimizer or a compiled step that nobody holds any more does not count
         # Undone last: until then a wrapper may still be running.
         patches.on_undo(setattr, state, "active", False)
@@ -62,7 +67,11 @@ class Recorder(recording.Recorder):
         watch_safetensors(checkpoints, patches)
         chain = rendering_hooks.install(tape, patches)
         BatchHooks(chain, patches).install()
-        self._watch_generator()
+        self.snapshots = Snapshots(state, patches)
+        self.snapshots.install()
+        if tape.rerun is not None:
+            SkipHooks(state, patches, tape.rerun).install()
+        patches.on_undo(watch_generators(tape, self.generators))
 
     def environment(self) -> Mapping[str, Any]:
         """Device, stream, and whether Metal or CUDA are there; no key depends on a run."""
@@ -87,18 +96,22 @@ class Recorder(recording.Recorder):
                 continue
         return found
 
-    def _watch_generator(self) -> None:
-        """Records the state of the global generator at the start of each step."""
-        before = random_key()
+    # ---- long runs -------------------------------------------------------------------------
 
-        def emit() -> None:
-            key = random_key()
-            if key is not None and before is not None:
-                attributes = {"touched": not np.array_equal(key, before)}
-                self.tape.emit("rng", "mlx", "state", key, kind="state", attributes=attributes)
+    def generators(self) -> Mapping[str, NDArray[Any]]:
+        key = random_key()
+        return {} if key is None else {"mlx": key}
 
-        self.tape.on_step_start.append(emit)
-        self.patches.on_undo(self.tape.on_step_start.remove, emit)
+    def set_generators(self, states: Mapping[str, NDArray[Any]]) -> None:
+        if (key := states.get("mlx")) is not None:
+            mx.random.seed((int(key[0]) << 32) | int(key[1]))
+
+    def capture(self) -> Tree | None:
+        return self.snapshots.capture()
+
+    def restore(self, tree: Tree) -> None:
+        self.snapshots.restore(tree)
+        self._roots.emit_loaded()
 
 
 def to_dtype_name(array: mx.array) -> str:

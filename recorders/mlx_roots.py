@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from numpy.typing import NDArray
 
 from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.mlx_arrays import flatten, to_numpy
@@ -80,6 +81,26 @@ class Roots:
         self._loaded: set[str] = set()
         self._settings: set[str] = set()
         self._before: dict[tuple[int, str], mx.array] = {}
+
+    def arrays(self) -> list[tuple[Module, str, Named]]:
+        """Every parameter and buffer of the roots, with the root and its name in there."""
+        alive = [(i, root) for i, ref in enumerate(self._roots) if (root := ref()) is not None]
+        return [
+            (root, named.path.removeprefix(f"{root_path(index)}." if index else ""), named)
+            for index, root in alive
+            for named in self._named_arrays(index, named_modules(root))
+        ]
+
+    @property
+    def known(self) -> bool:
+        """Whether any root was called yet."""
+        return bool(self._roots)
+
+    def emit_loaded(self) -> None:
+        """Records all parameters and buffers as they are now."""
+        for _, _, named in self.arrays():
+            if (array := to_numpy(named.array)) is not None:
+                self._emit(named, array)
 
     def path_of(self, module: Module) -> str | None:
         reference, path = self._paths.get(id(module), (None, None))
@@ -164,8 +185,7 @@ class Roots:
         for named in self._named_arrays(index, modules):
             if named.path not in self._loaded and (array := to_numpy(named.array)) is not None:
                 self._loaded.add(named.path)
-                extra = {"trainable": named.trainable, "aliases": named.aliases}
-                self._tape.emit("loading", named.path, named.port, array, attributes=extra)
+                self._emit(named, array)
         self._checkpoints.emit()
         settings: dict[str, Any] = {}
         for name, module in modules:
@@ -176,6 +196,10 @@ class Roots:
                 settings |= config_settings(index, root) if module is root else {}
         self._tape.emit_settings({k: v for k, v in settings.items() if k not in self._settings})
         self._settings |= settings.keys()
+
+    def _emit(self, named: Named, array: NDArray[Any]) -> None:
+        extra = {"trainable": named.trainable, "aliases": named.aliases}
+        self._tape.emit("loading", named.path, named.port, array, attributes=extra)
 
     def _named_arrays(self, index: int, modules: list[tuple[str, Module]]) -> list[Named]:
         """Every parameter and buffer once, in the order of `modules`."""

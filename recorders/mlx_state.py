@@ -67,6 +67,8 @@ class State:
         stage: `loss` or `optimizer` while code of that stage runs outside of modules, else "".
         operations: Records operations, at level `op`.
         active: Whether the recorder is attached; functions that it wrapped outlive it.
+        skipped: What a gradient transformation returns in a step that a rerun skips, given what it
+            would return and whether that has a value.
     """
 
     tape: Tape
@@ -79,6 +81,7 @@ class State:
     stage: str = ""
     operations: Any = None
     active: bool = True
+    skipped: Callable[[Any, bool], Any] | None = None
     _sources: tuple[int, tuple[int, ...]] = (0, ())
     _grads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _grads_step: int = 0
@@ -142,6 +145,8 @@ class State:
         self, phase: str, path: str, port: str, array: mx.array, **extra: Any
     ) -> tuple[int, ...]:
         """Records an array; returns its order as a tuple, empty if it has no values."""
+        if self.tape.skipping:
+            return ()  # reading it would compute it
         values = self.read(array)
         return () if values is None else (self.tape.emit(phase, path, port, values, **extra),)
 

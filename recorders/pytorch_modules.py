@@ -57,6 +57,7 @@ class ModuleHooks:
 
     Attributes:
         on_call: Called with each module before a call of it is recorded.
+        skip: Where it is set, makes the outermost calls of steps that a rerun skips.
         replace: Where it is set, given each recorded call with the orders of its inputs by port
             (none for a call that a checkpoint repeats), returns the call to make instead.
     """
@@ -70,6 +71,7 @@ class ModuleHooks:
         self._repeated: Iterator[Frame] | None = None
         self._hooked: MutableMapping[Any, Any] = WeakIdKeyDictionary()
         self.on_call: list[Callable[[nn.Module], None]] = []
+        self.skip: Callable[[Call, str, Ports, bool], Any] | None = None
         self.replace: Callable[[Frame, Call, Mapping[str, int]], Call] | None = None
 
     def install(self) -> None:
@@ -127,12 +129,17 @@ class ModuleHooks:
         ports = call.inputs()
         self._thread = threading.get_ident()
         self._batch = batch_shape(ports) or self._batch
+        if self.skip is not None and tape.skipping:
+            if not evaluating:
+                tape.start_step()
+            tape.seen_model = True
+            return self.skip(call, path, ports, evaluating)
         if evaluating:
             return self._evaluate(call, path, ports)
         self._hook_parameters()
         tape.start_step()
         if roots.is_root(call.module):
-            self._emit_batch(ports, tape.root_calls)
+            self.emit_batch(ports, tape.root_calls)
             tape.root_calls += 1
         return self._record(call, path, ports)
 
@@ -163,7 +170,7 @@ class ModuleHooks:
         frame = tape.enter(path, type(call.module).__name__, phase="trajectory")
         try:
             if self._state.roots.is_root(call.module):
-                self._emit_batch(ports, tape.next_call("rendering", "eval_batch"))
+                self.emit_batch(ports, tape.next_call("rendering", "eval_batch"))
             self._emit(tape.emit_in, frame, ports)
             output = call.run()
             self._emit(tape.emit_out, frame, output_ports(output))
@@ -171,6 +178,14 @@ class ModuleHooks:
         finally:
             tape.exit(frame)
             tape.evaluating = self._muted = False
+
+    def unseen(self, call: Call) -> Any:
+        """Makes a call, recording nothing of it."""
+        self._muted = True
+        try:
+            return call.run()
+        finally:
+            self._muted = False
 
     @contextmanager
     def frame(self, path: str, op: str) -> Iterator[tuple[Any, bool]]:
@@ -199,7 +214,7 @@ class ModuleHooks:
 
     # ---- values ----------------------------------------------------------------------------
 
-    def _emit_batch(self, ports: Ports, call: int) -> None:
+    def emit_batch(self, ports: Ports, call: int) -> None:
         for name, (_, tensor) in zip(ports.names, ports.tensors, strict=True):
             self._state.memory_names[address_of(tensor)] = "", name
             if is_integer(tensor) and (array := to_numpy(tensor)) is not None:

@@ -19,10 +19,13 @@ from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
 from tracediff.recorders.pytorch_operations import OperationHooks
 from tracediff.recorders.pytorch_optimizer import OptimizerHooks
 from tracediff.recorders.pytorch_rope import RopeHooks
+from tracediff.recorders.pytorch_skip import SkipHooks
+from tracediff.recorders.pytorch_snapshot import Snapshots
 from tracediff.recorders.pytorch_state import State
 from tracediff.recorders.pytorch_tensors import out_of_sight
 from tracediff.recording import Recorder as BaseRecorder
-from tracediff.recording import Tape
+from tracediff.recording import Tape, watch_generators
+from tracediff.trace.snapshot import Tree
 
 _PACKAGES: Final = ("torch", "transformers", "peft", "accelerate", "tokenizers", "safetensors")
 
@@ -49,10 +52,14 @@ class Recorder(BaseRecorder):
         watch_safetensors(state.checkpoints, patches)
         chain = rendering_hooks.install(self.tape, patches)
         LoadingHooks(self.tape, chain, patches).install()
+        self.snapshots = Snapshots(state, patches)
+        self.snapshots.install()
+        if self.tape.rerun is not None:
+            SkipHooks(state, patches, modules, self.tape.rerun).install()
         patches.replace(torch, "compile", self._wrap_compile)
         if "torch._dynamo" in sys.modules:
             self._run_eagerly()
-        self._watch_generators()
+        patches.on_undo(watch_generators(self.tape, generator_states, _fresh_state))
         patches.on_undo(setattr, state, "active", False)
 
     # ---- compiled functions ----------------------------------------------------------------
@@ -76,21 +83,25 @@ class Recorder(BaseRecorder):
             stance = torch.compiler.set_stance("force_eager")
             self.patches.on_undo(stance.__exit__, None, None, None)
 
-    # ---- random generators -----------------------------------------------------------------
+    # ---- long runs -------------------------------------------------------------------------
 
-    def _watch_generators(self) -> None:
-        before = generator_states()
+    def generators(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        return generator_states()
 
-        def emit() -> None:
-            for path, state in generator_states().items():
-                known = before[path] if path in before else _fresh_state(path)
-                touched = not np.array_equal(state, known)
-                self.tape.emit(
-                    "rng", path, "state", state, kind="state", attributes={"touched": touched}
-                )
+    def set_generators(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        for path, state in states.items():
+            tensor = torch.from_numpy(np.array(state))
+            if path == "torch.cpu":
+                torch.set_rng_state(tensor)
+            elif path.startswith("torch.cuda."):
+                torch.cuda.set_rng_state(tensor, int(path.rpartition(".")[2]))
 
-        self.tape.on_step_start.append(emit)
-        self.patches.on_undo(self.tape.on_step_start.remove, emit)
+    def capture(self) -> Tree:
+        return self.snapshots.capture()
+
+    def restore(self, tree: Tree) -> None:
+        self.snapshots.restore(tree)
+        self._state.roots.emit_loaded()
 
     # ---- what runs here --------------------------------------------------------------------
 

@@ -93,6 +93,16 @@ class Roots:
     def named(self, tensor: torch.Tensor) -> Named | None:
         return self._named.get(tensor)
 
+    def tensors(self) -> list[tuple[torch.Tensor, Named]]:
+        """Every parameter and buffer that has a name, in the order in which they were named."""
+        return list(self._named.items())
+
+    def emit_loaded(self) -> None:
+        """Records all parameters and buffers as they are now."""
+        for tensor, named in self.tensors():
+            if (array := to_numpy(tensor)) is not None:
+                self._emit(tensor, named, array)
+
     def is_root(self, module: nn.Module) -> bool:
         return any(root() is module for root in self._roots)
 

@@ -8,6 +8,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
 import ml_dtypes
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,6 +48,15 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
         return None
     with out_of_sight():
         return _read(tensor.detach())
+
+
+def from_numpy(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A tensor of its own with the values of an array, bit for bit: undoes `to_numpy`."""
+    for dtype, (bits, logical) in _BIT_VIEWS.items():
+        if array.dtype == logical:
+            plain = np.array(array).view(torch.empty(0, dtype=bits).numpy().dtype)
+            return torch.from_numpy(plain).view(dtype).to(device)
+    return torch.from_numpy(np.array(array)).to(device)
 
 
 @contextmanager

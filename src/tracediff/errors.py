@@ -50,5 +50,9 @@ class ScriptError(TracediffError):
         self.status = status
 
 
+class RerunError(TracediffError):
+    """A script cannot be executed once more as it was recorded: it, its data or objects differ."""
+
+
 class RulesError(TracediffError):
     """A rules file given with `--map` is malformed."""

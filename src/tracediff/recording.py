@@ -15,8 +15,13 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.errors import StackError
 from tracediff.events import ROOT
 from tracediff.tape import LEVELS, Frame, Given, Policy, Tape
+from tracediff.trace.snapshot import Tree
 
 __all__ = [
     "LEVELS",
@@ -29,6 +34,7 @@ __all__ = [
     "attached",
     "join_path",
     "root_path",
+    "watch_generators",
 ]
 
 
@@ -134,6 +140,68 @@ class Recorder(ABC):
 
     def detach(self) -> None:
         self.patches.undo()
+
+    # ---- long runs: a stack without these has no snapshots -----------------------------------
+
+    def generators(self) -> Mapping[str, NDArray[Any]]:
+        """States of the framework's global generators, under the paths of their `rng` events."""
+        return {}
+
+    def set_generators(self, states: Mapping[str, NDArray[Any]]) -> None:
+        """Puts those generators that are the framework's into given states."""
+        raise StackError(f"the recorder of {self.stack} cannot set generators: {sorted(states)}")
+
+    def capture(self) -> Tree | None:
+        """All that the coming step depends on but for generators, or None if it cannot be had."""
+        return None
+
+    def restore(self, tree: Tree) -> None:
+        """Puts back what `capture` returned, and records parameters and buffers as loaded.
+
+        Raises:
+            RerunError: The script has other objects than it had.
+        """
+        raise StackError(f"the recorder of {self.stack} cannot put back a snapshot")
+
+
+def watch_generators(
+    tape: Tape,
+    states: Callable[[], Mapping[str, NDArray[Any]]],
+    fresh: Callable[[str], NDArray[Any] | None] = lambda path: None,
+) -> Callable[[], None]:
+    """Records states of generators before each step, and after it those that it has changed.
+
+    Args:
+        fresh: State of a generator that appears later, when it was new.
+
+    Returns:
+        What ends it.
+    """
+    unused = dict(states())
+    before: dict[str, NDArray[Any]] = {}
+
+    def start() -> None:
+        before.clear()
+        before.update(states())
+        for path, state in before.items():
+            if path not in unused and (new := fresh(path)) is not None:
+                unused[path] = new
+            touched = path not in unused or not np.array_equal(state, unused[path])
+            attributes = {"touched": touched}
+            tape.emit("rng", path, "state", state, kind="state", attributes=attributes)
+
+    def end() -> None:
+        for path, state in states().items():
+            if path in before and not np.array_equal(state, before[path]):
+                tape.emit("rng", path, "after", state, kind="state")
+
+    def stop() -> None:
+        tape.on_step_start.remove(start)
+        tape.on_step_end.remove(end)
+
+    tape.on_step_start.append(start)
+    tape.on_step_end.append(end)
+    return stop
 
 
 @contextmanager

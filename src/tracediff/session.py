@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import random
 import runpy
 import sys
 import time
@@ -16,11 +15,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from tracediff.errors import ScriptError, TracediffError, UsageError
 from tracediff.events import Run
 from tracediff.recording import Policy, Recorder, Tape, attached
+from tracediff.rerun import Rerun, RerunEnded
+from tracediff.snapshots import attach_rerun, attach_snapshots, watch_python_generators
 from tracediff.stacks import guess, imported, load_recorder
 from tracediff.trace import TraceWriter
 from tracediff.trace.summary import digest_value
@@ -45,6 +44,9 @@ def record(
     steps: str | None = None,
     sketch_every: int = 100,
     only: str | None = None,
+    snapshot_every: int | None = None,
+    keep_snapshots: int | None = None,
+    rerun: Rerun | None = None,
     overwrite: bool = False,
     on_error: str = "stop",
     argv: Sequence[str] = (),
@@ -65,6 +67,9 @@ def record(
         only: Module path or pattern, to which payloads and operations are restricted.
         on_error: `stop` raises what the file system refuses inside the block, `continue` ends the
             recording with a warning and lets the block run on.
+        snapshot_every: Write a snapshot before every Nth step; by default none.
+        keep_snapshots: How many snapshots stay, the latest ones; by default all.
+        rerun: A recording of the same script, the first steps of which are skipped.
         settings: Further settings of the run, for the manifest.
         recorder: Makes the recorder; by default that of the stack.
 
@@ -87,11 +92,18 @@ def record(
     writer = _writer(output, run, overwrite, on_error)
     tape = Tape(writer, policy)
     attachable = make(tape)
+    if rerun is not None:
+        attach_rerun(tape, attachable, rerun)
     tape.emit_settings(_environment(attachable))
-    _watch_generators(tape)
+    watch_python_generators(tape)
+    if snapshot_every is not None:
+        attach_snapshots(tape, attachable, snapshot_every, keep_snapshots)
     try:
         with attached(attachable), _recorded_warnings(tape):
             yield tape
+    except RerunEnded:
+        writer.finish("finished")
+        return
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # `sys.exit(main())` that went well
             writer.finish("finished")
@@ -122,6 +134,9 @@ def record_script(
     steps: str | None = None,
     sketch_every: int = 100,
     only: str | None = None,
+    snapshot_every: int | None = None,
+    keep_snapshots: int | None = None,
+    rerun: Rerun | None = None,
     overwrite: bool = False,
     on_error: str = "stop",
     settings: Mapping[str, Any] | None = None,
@@ -151,6 +166,9 @@ def record_script(
                 steps=steps,
                 sketch_every=sketch_every,
                 only=only,
+                snapshot_every=snapshot_every,
+                keep_snapshots=keep_snapshots,
+                rerun=rerun,
                 overwrite=overwrite,
                 on_error=on_error,
                 argv=argv,
@@ -255,26 +273,6 @@ def _environment(recorder: Recorder) -> Mapping[str, Any]:
         if name in os.environ:
             settings[f"env.{name}"] = os.environ[name]
     return settings | dict(recorder.environment())
-
-
-def _watch_generators(tape: Tape) -> None:
-    """Records the states of Python's and NumPy's global generators at the start of each step."""
-
-    def states() -> dict[str, np.ndarray[Any, Any]]:
-        numpy_state = np.random.get_state(legacy=False)["state"]
-        return {
-            "python": np.array(random.getstate()[1], dtype=np.uint32),
-            "numpy": np.append(numpy_state["key"], np.uint32(numpy_state["pos"])),
-        }
-
-    before = states()
-
-    def emit() -> None:
-        for name, state in states().items():
-            touched = not np.array_equal(state, before[name])
-            tape.emit("rng", name, "state", state, kind="state", attributes={"touched": touched})
-
-    tape.on_step_start.append(emit)
 
 
 @contextmanager

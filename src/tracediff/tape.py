@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tracediff.errors import UsageError
 from tracediff.events import EXACT_KINDS, Event, Site, sample_step
+from tracediff.rerun import Rerun, RerunEnded
 from tracediff.trace import TraceWriter
 from tracediff.trace.summary import digest, digest_value, fingerprint, sketch
 
@@ -145,12 +146,20 @@ class Tape:
         self._fingerprints: dict[tuple[bytes, str], tuple[float, ...]] = {}
         self.on_step_start: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
+        self.on_step_end: list[Callable[[], None]] = []
+        self.rerun: Rerun | None = None
+        self.settings_of_skipped: dict[str, Any] = {}
         self._step_started = False
         self.seen_model = False
         self.loaded: dict[str, tuple[bytes, str]] = {}
         """Digest and dtype of each parameter as loaded, by its path."""
 
     # ---- steps -----------------------------------------------------------------------------
+
+    @property
+    def skipping(self) -> bool:
+        """Whether this step of a rerun is not computed, and nothing of it recorded."""
+        return self.rerun is not None and self.rerun.skips(self.step)
 
     def start_step(self) -> None:
         """Runs `on_step_start` once per step, before the first call of a model in it."""
@@ -162,6 +171,8 @@ class Tape:
     def advance(self) -> None:
         """Commits the events of the current step and begins the next one."""
         with self._lock:
+            for callback in self.on_step_end if self._step_started else ():
+                callback()
             self.writer.commit_step()
             self.step += 1
             self._order = 0
@@ -170,6 +181,8 @@ class Tape:
             self._frames.clear()
             self._fingerprints.clear()
             self._step_started = False
+            if self.rerun is not None and self.step > self.rerun.stop:
+                raise RerunEnded
 
     def note(self, text: str) -> None:
         """Adds a sentence to the manifest, once."""
@@ -307,6 +320,10 @@ class Tape:
         array = value if isinstance(value, np.ndarray) else None
         kind = kind or _default_kind(value)
         with self._lock:
+            if self.skipping:
+                if phase == "environment":
+                    self.settings_of_skipped[path] = value
+                return -1
             if not source and phase in SOURCED_STAGES:
                 source = user_line()
             order, self._order = self._order, self._order + 1
@@ -352,11 +369,12 @@ class Tape:
             kind = "mask"
         dims = ("batch", "sequence") if array.ndim == 2 else ()
         prefix = "eval_batch" if self.evaluating else "batch"
+        path = f"{prefix}.{name}"
+        if self.rerun is not None and self.skipping:
+            self.rerun.check_batch(self.step, path, call, array)
         for callback in self.on_batch:
             callback(array, prefix, call)
-        return self.emit(
-            "rendering", f"{prefix}.{name}", "out", array, kind=kind, call=call, dims=dims
-        )
+        return self.emit("rendering", path, "out", array, kind=kind, call=call, dims=dims)
 
     def emit_settings(self, settings: Mapping[str, Any]) -> None:
         """Records settings as events of the environment stage; `path` is the dotted name."""

@@ -80,6 +80,13 @@ Only = Annotated[
 SketchEvery = Annotated[
     int, typer.Option(metavar="N", help="At level digest, keep sketches at every Nth step.")
 ]
+SnapshotEvery = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Keep what a replay needs before every Nth step: a snapshot."),
+]
+KeepSnapshots = Annotated[
+    int | None, typer.Option(metavar="M", help="Keep only the latest M snapshots.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is there.")]
 OnError = Annotated[
     str,

@@ -21,6 +21,8 @@ def record(
     only: options.Only = None,
     steps: options.Steps = None,
     sketch_every: options.SketchEvery = 100,
+    snapshot_every: options.SnapshotEvery = None,
+    keep_snapshots: options.KeepSnapshots = None,
     overwrite: options.Overwrite = False,
     on_error: options.OnError = "stop",
 ) -> int:
@@ -36,6 +38,8 @@ def record(
         steps=steps,
         only=only,
         sketch_every=sketch_every,
+        snapshot_every=snapshot_every,
+        keep_snapshots=keep_snapshots,
         overwrite=overwrite,
         on_error=on_error,
     )

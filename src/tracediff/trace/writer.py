@@ -35,6 +35,7 @@ from tracediff.trace.manifest import (
 from tracediff.trace.names import payload_key
 from tracediff.trace.sample_writer import SampleWriter
 from tracediff.trace.samples import GROUP
+from tracediff.trace.snapshot import Tree, write_snapshot
 from tracediff.trace.summary import FINGERPRINT_FIELDS, digest, plain
 
 _OURS: Final = frozenset({MANIFEST, f".{MANIFEST}.tmp", SEGMENTS, INDEX, SNAPSHOTS})
@@ -171,6 +172,16 @@ class TraceWriter:
         if self._segment is not None and os.getpid() == self._pid:
             self._segment.abandon()
             self._segment = None
+
+    def add_snapshot(self, step: int, tree: Tree, keep: int | None = None) -> list[str]:
+        """Writes a snapshot of the run before a step; see `snapshot.write_snapshot`.
+
+        Only rank 0 keeps snapshots.
+        """
+        if self.rank or os.getpid() != self._pid:
+            return []
+        with _writing(self.path):
+            return write_snapshot(self._root, step, tree, keep)
 
     # ---- the run ---------------------------------------------------------------------------
 
