@@ -109,6 +109,9 @@ class Recorder(recording.Recorder):
     def capture(self) -> Tree | None:
         return self.snapshots.capture()
 
+    def restore_weights(self, tree: Tree) -> None:
+        self.snapshots.restore_weights(tree)
+
     def restore(self, tree: Tree) -> None:
         self.snapshots.restore(tree)
         self._roots.emit_loaded()

@@ -93,11 +93,11 @@ class Snapshots:
 
     # ---- restoring -------------------------------------------------------------------------
 
-    def restore(self, tree: Tree) -> None:
-        """Puts everything back in place, into the objects that the script made this time.
+    def restore_weights(self, tree: Tree) -> None:
+        """Puts back parameters and buffers.
 
         Raises:
-            RerunError: The script made other objects than the one that was recorded.
+            RerunError: The script has other ones.
         """
         arrays = self._state.roots.arrays()
         known = [named.path for _, _, named in arrays]
@@ -109,6 +109,14 @@ class Snapshots:
             )
         for root, name, named in arrays:
             _restore_weight(root, name, named, tree["weights"][named.path])
+
+    def restore(self, tree: Tree) -> None:
+        """Puts everything back in place, into the objects that the script made this time.
+
+        Raises:
+            RerunError: The script made other objects than the one that was recorded.
+        """
+        self.restore_weights(tree)
         made = self._optimizers()
         classes = [saved["class"] for saved in tree["optimizers"]]
         if classes != [type(optimizer).__name__ for optimizer in made]:

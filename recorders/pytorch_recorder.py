@@ -99,6 +99,9 @@ class Recorder(BaseRecorder):
     def capture(self) -> Tree:
         return self.snapshots.capture()
 
+    def restore_weights(self, tree: Tree) -> None:
+        self.snapshots.restore_weights(tree)
+
     def restore(self, tree: Tree) -> None:
         self.snapshots.restore(tree)
         self._state.roots.emit_loaded()

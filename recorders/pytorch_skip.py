@@ -112,7 +112,7 @@ class SkipHooks:
             made = from_numpy(value, like.device)
         if trains and made.is_floating_point():
             # Not a leaf, so that the script may change it in place as it may an output.
-            return made.requires_grad_().view_as(made)
+            return made.requires_grad_().clone()
         return made
 
     # ---- backward --------------------------------------------------------------------------

@@ -103,19 +103,28 @@ class Snapshots:
 
     # ---- restoring -------------------------------------------------------------------------
 
-    def restore(self, tree: Tree) -> None:
-        """Puts everything back in place, into the objects that the script made this time.
+    def restore_weights(self, tree: Tree) -> None:
+        """Puts back parameters and buffers.
 
         Raises:
-            RerunError: The script made other objects than the one that was recorded.
+            RerunError: The script has other ones.
         """
         known = {_key(named): tensor for tensor, named in self._tensors()}
         _same("weights", tree["weights"], known)
         with out_of_sight(), torch.no_grad():
             for key, weight in tree["weights"].items():
                 _restore_weight(key, known[key], weight)
-            for key, tensor in known.items():
-                grad = tree["gradients"].get(key)
+
+    def restore(self, tree: Tree) -> None:
+        """Puts everything back in place, into the objects that the script made this time.
+
+        Raises:
+            RerunError: The script made other objects than the one that was recorded.
+        """
+        self.restore_weights(tree)
+        with out_of_sight():
+            for tensor, named in self._tensors():
+                grad = tree["gradients"].get(_key(named))
                 tensor.grad = None if grad is None else from_numpy(grad, tensor.device)
         for cls, name, put in (
             (Optimizer, "optimizers", _restore_optimizer),

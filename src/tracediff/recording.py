@@ -155,6 +155,14 @@ class Recorder(ABC):
         """All that the coming step depends on but for generators, or None if it cannot be had."""
         return None
 
+    def restore_weights(self, tree: Tree) -> None:
+        """Puts back the weights alone, for an evaluation that comes before the step.
+
+        Raises:
+            RerunError: The script has other weights than it had.
+        """
+        raise StackError(f"the recorder of {self.stack} cannot put back a snapshot")
+
     def restore(self, tree: Tree) -> None:
         """Puts back what `capture` returned, and records parameters and buffers as loaded.
 

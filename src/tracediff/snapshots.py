@@ -88,12 +88,19 @@ def attach_rerun(tape: Tape, recorder: Recorder, rerun: Rerun) -> None:
             _set_generators(recorder, tree)
             tape.emit_settings(tape.settings_of_skipped)
 
+    def evaluate() -> None:
+        """Before the first call of the step, only what an evaluation depends on: the script may
+        yet move its schedules on."""
+        if tape.step == rerun.start and rerun.start and not tape.step_started:
+            recorder.restore_weights(rerun.snapshot())
+
     def end() -> None:
         if tape.skipping:
             follow(rerun, tape.step, "after", current(), restore_states)
 
     tape.on_step_start.insert(0, begin)
     tape.on_step_end.append(end)
+    tape.on_evaluation.append(evaluate)
 
 
 def _generators(recorder: Recorder) -> Tree:

@@ -147,9 +147,10 @@ class Tape:
         self.on_step_start: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self.on_step_end: list[Callable[[], None]] = []
+        self.on_evaluation: list[Callable[[], None]] = []
         self.rerun: Rerun | None = None
         self.settings_of_skipped: dict[str, Any] = {}
-        self._step_started = False
+        self.step_started = False
         self.seen_model = False
         self.loaded: dict[str, tuple[bytes, str]] = {}
         """Digest and dtype of each parameter as loaded, by its path."""
@@ -163,15 +164,15 @@ class Tape:
 
     def start_step(self) -> None:
         """Runs `on_step_start` once per step, before the first call of a model in it."""
-        if not self._step_started:
-            self._step_started = True
+        if not self.step_started:
+            self.step_started = True
             for callback in self.on_step_start:
                 callback()
 
     def advance(self) -> None:
         """Commits the events of the current step and begins the next one."""
         with self._lock:
-            for callback in self.on_step_end if self._step_started else ():
+            for callback in self.on_step_end if self.step_started else ():
                 callback()
             self.writer.commit_step()
             self.step += 1
@@ -180,7 +181,7 @@ class Tape:
             self._calls.clear()
             self._frames.clear()
             self._fingerprints.clear()
-            self._step_started = False
+            self.step_started = False
             if self.rerun is not None and self.step > self.rerun.stop:
                 raise RerunEnded
 
@@ -205,6 +206,9 @@ class Tape:
 
     def enter(self, path: str, op: str, *, phase: str = "forward", source: str = "") -> Frame:
         """Begins a call; every call entered must be left with `exit`, in reverse order."""
+        if phase == "trajectory":
+            for callback in self.on_evaluation:
+                callback()
         parent = self.current
         source = source or (parent.source if parent else user_line())
         frame = Frame(path, self.next_call(phase, path), op, phase, parent, source)

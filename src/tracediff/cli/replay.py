@@ -1,4 +1,4 @@
-"""`tracediff replay B --with A -o TRACE -- SCRIPT ARGS`."""
+"""`tracediff replay RUN --step K -- SCRIPT` and `replay B --with A -o TRACE -- SCRIPT`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,54 @@ from typing import Annotated
 import typer
 
 from tracediff.cli import options, output
+from tracediff.errors import UsageError
+
+DIVERGED = 1
 
 
 def replay(
-    target: options.Target,
+    target: Annotated[Path, typer.Argument(metavar="RUN", help="The trace to replay.")],
     script: options.Script,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="K", help="Execute this step again and record it in full."),
+    ] = None,
     baseline: Annotated[
-        Path, typer.Option("--with", metavar="A", help="The trace whose values are given.")
-    ],
+        Path | None,
+        typer.Option("--with", metavar="A", help="Give each module the inputs of this trace."),
+    ] = None,
     trace: Annotated[
-        Path, typer.Option("--output", "-o", metavar="TRACE", help="Where to write the replay.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="TRACE", help="Where to write it; with --step beside RUN."
+        ),
+    ] = None,
+    level: options.Level = "module",
+    from_start: Annotated[
+        bool,
+        typer.Option("--from-start", help="With --step: compute all steps, use no snapshot."),
+    ] = False,
     arguments: options.ScriptArguments = None,
     rules: options.Rules = None,
     overwrite: options.Overwrite = False,
 ) -> int:
-    """Run B's script with A's inputs given to each module, to see where B itself errs."""
+    """Run a recorded script again: to see one step in full, or where it errs by itself."""
+    args = arguments or []
+    if (step is None) == (baseline is None):
+        raise UsageError(
+            "give either --step K, to record a step in full, or --with A, to give modules the "
+            "inputs of another trace"
+        )
+    if step is not None:
+        return _step(target, step, script, args, trace, level, from_start, overwrite)
+    if trace is None:
+        raise UsageError("--with needs -o TRACE: where to write the replay")
     from tracediff.substitution import replay as run
 
+    assert baseline is not None
     done = run(
         script,
-        arguments or [],
+        args,
         target=target,
         baseline=baseline,
         output=trace,
@@ -39,3 +66,31 @@ def replay(
         output.tell(f"note: {note}")
     output.tell(f"replayed {script} with the inputs of {baseline}: {trace}")
     return 0
+
+
+def _step(
+    recorded: Path,
+    step: int,
+    script: str,
+    args: list[str],
+    trace: Path | None,
+    level: str,
+    from_start: bool,
+    overwrite: bool,
+) -> int:
+    from tracediff.reexecution import reexecute
+
+    done = reexecute(
+        script,
+        args,
+        recorded=recorded,
+        step=step,
+        output=trace or recorded.with_name(f"{recorded.stem}.step{step}.zarr"),
+        level=level,
+        skip=not from_start,
+        overwrite=overwrite,
+    )
+    for note in (*done.notes, *done.run.notes):
+        output.tell(f"note: {note}")
+    output.tell(f"{done.sentence()}. It is in {done.trace}")
+    return 0 if done.exact else DIVERGED

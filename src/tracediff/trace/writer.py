@@ -178,10 +178,10 @@ class TraceWriter:
 
         Only rank 0 keeps snapshots.
         """
-        if self.rank or os.getpid() != self._pid:
-            return []
-        with _writing(self.path):
-            return write_snapshot(self._root, step, tree, keep)
+        if not self.rank and os.getpid() == self._pid and not self._gave_up():
+            with self._whole_steps():
+                return write_snapshot(self._root, step, tree, keep)
+        return []
 
     # ---- the run ---------------------------------------------------------------------------
 
