@@ -24,7 +24,7 @@ TIERS = (
     {"replayers"},
     {"align", "snapshots", "stacks"},
     {"bisection", "session"},
-    {"selfcheck", "substitution"},
+    {"reexecution", "selfcheck", "substitution"},
     {"report", "testing"},
     {"demo"},
     {"cli"},
