@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from numpy.typing import NDArray
 
 from tracediff.align import Alignment, align, load_rules
+from tracediff.align.samples import align_samples
 from tracediff.errors import RulesError
 from tracediff.events import Event, Site
+from tracediff.trace.samples import SampleRows
+from tracediff.trace.summary import digest_value
 
 STACKS = ("pytorch", "mlx")
 
@@ -161,16 +166,21 @@ def test_a_malformed_rules_file_is_one_sentence(tmp_path: Path, text: str, messa
 
 def text_event(order: int, index: int, text: str) -> Event:
     site = Site(0, "rendering", f"sample[{index}].text")
-    return Event(site=site, order=order, kind="text", digest=text.encode(), value=text)
+    return Event(site=site, order=order, kind="text", digest=digest_value(text), value=text)
+
+
+def no_payload(event: Event) -> NDArray[Any]:
+    raise AssertionError(f"{event.site} is a text")
 
 
 def test_samples_are_paired_by_content_before_position() -> None:
     baseline = [text_event(i, i, text) for i, text in enumerate(["a", "b", "c", "d"])]
     target = [text_event(i, i, text) for i, text in enumerate(["a", "extra", "b", "C", "d"])]
-    alignment = align(baseline, target, STACKS)
-    found = {p.baseline.value: p.target.value for p in alignment.pairs}
+    rows = SampleRows.of_events(baseline), SampleRows.of_events(target)
+    samples = align_samples(*rows, (no_payload, no_payload), limit=None)
+    found = {p.baseline.value: p.target.value for p in samples.pairs}
     assert found == {"a": "a", "b": "b", "c": "C", "d": "d"}
-    assert [event.value for event, _ in alignment.target_only] == ["extra"]
+    assert [event.value for event, _ in samples.only[1]] == ["extra"]
 
 
 def test_every_event_is_either_paired_or_listed() -> None:

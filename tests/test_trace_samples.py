@@ -301,6 +301,7 @@ BOMB = compress(np.zeros(1 << 22, np.uint8), shuffle=False)
         {"samples/start/c/0": column(10**9)},
         {"samples/start/c/0": column(-1)},
         {"samples/length/c/0": column(10**9)},
+        {"samples/attributes_length/c/0": column(5)},
         {"samples/sample/c/0": None},
         {"samples/sample/c/0": b""},
         {"samples/sample/c/0": column(0)[:-1]},

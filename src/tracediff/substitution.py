@@ -39,7 +39,12 @@ class Inputs:
         self._events: dict[Site, Event] = {}
         stacks = (baseline.run.stack, target.run.stack)
         for step in sorted(set(baseline.steps) & set(target.steps)):
-            pairs = align(baseline.events(step), target.events(step), stacks, rules).pairs
+            pairs = align(
+                baseline.events(step, samples=False),
+                target.events(step, samples=False),
+                stacks,
+                rules,
+            ).pairs
             self._events |= {p.target.site: p.baseline for p in pairs if _fits(p)}
         self.steps = sorted({site.step for site in self._events})
         if not self._events:

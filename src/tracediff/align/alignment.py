@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tracediff.align.modules import map_by_order
 from tracediff.align.names import STORED_IN_OUT, Rules, canonical, layout, parent
-from tracediff.align.samples import SAMPLE, map_samples
+from tracediff.align.samples import SampleAlignment
 from tracediff.events import Event, Pair, Site
 
 _Key = tuple[str, str, int, str]
@@ -29,6 +29,21 @@ class Alignment:
     target_only: tuple[tuple[Event, str], ...]
     paths: dict[str, str]
 
+    def with_samples(self, samples: SampleAlignment, rules: Rules) -> Alignment:
+        """The same with the pairs of samples that differ, and those of one side only."""
+        pairs = (pair for pair in samples.pairs if not rules.ignore_reason(pair.baseline.site.path))
+        only = (
+            tuple((event, rules.ignore_reason(event.site.path) or why) for event, why in side)
+            for side in samples.only
+        )
+        baseline, target = only
+        return Alignment(
+            pairs=tuple(sorted((*self.pairs, *pairs), key=lambda pair: pair.baseline.order)),
+            baseline_only=(*self.baseline_only, *baseline),
+            target_only=(*self.target_only, *target),
+            paths=self.paths,
+        )
+
 
 def align(
     baseline: Sequence[Event],
@@ -39,7 +54,8 @@ def align(
     """Pairs the events of one step of two runs.
 
     Passes in order: a user's rules, equal names, the built-in vocabulary (peft and mlx-lm names),
-    order of calls inside matched parents. Events are never paired by shape alone.
+    order of calls inside matched parents. Events are never paired by shape alone. Rendered samples
+    are paired by `align_samples`.
 
     Args:
         stacks: Stack of the baseline and of the target, which decide the built-in names.
@@ -71,11 +87,9 @@ class _Matching:
         self.pairs: list[Pair] = []
         self.paths: dict[str, str] = {}
         self.rest: tuple[list[Event], list[Event]] = ([], [])
-        self.samples: dict[int, int] = {}
 
     def load(self, baseline: list[Event], target: list[Event]) -> None:
         self.rest = (list(baseline), list(target))
-        self.samples = map_samples(baseline, target)
 
     def run(self, baseline: Sequence[Event], target: Sequence[Event]) -> None:
         rules, stacks = self.rules, self.stacks
@@ -117,11 +131,11 @@ class _Matching:
         renamed_only: bool = False,
     ) -> None:
         """Pairs what has equal keys; with `renamed_only`, only where a key changed a name."""
-        pool = self._index(self.rest[0], key_a, 0)
+        pool = self._index(self.rest[0], key_a)
         rest_b: list[Event] = []
         taken: set[int] = set()
         for event in self.rest[1]:
-            candidates = pool.get(self._key(event, key_b, 1))
+            candidates = pool.get(self._key(event, key_b))
             if not candidates or (
                 renamed_only
                 and key_a(candidates[0].site.path) == candidates[0].site.path
@@ -134,21 +148,15 @@ class _Matching:
             self._pair(partner, event, label)
         self.rest = ([e for e in self.rest[0] if id(e) not in taken], rest_b)
 
-    def _index(
-        self, events: Sequence[Event], key: Callable[[str], str], side: int
-    ) -> dict[_Key, list[Event]]:
+    def _index(self, events: Sequence[Event], key: Callable[[str], str]) -> dict[_Key, list[Event]]:
         index: dict[_Key, list[Event]] = defaultdict(list)
         for event in events:
-            index[self._key(event, key, side)].append(event)
+            index[self._key(event, key)].append(event)
         return index
 
-    def _key(self, event: Event, name: Callable[[str], str], side: int) -> _Key:
+    def _key(self, event: Event, name: Callable[[str], str]) -> _Key:
         site = event.site
-        path = site.path
-        if side == 1 and (sample := SAMPLE.match(path)):
-            index = self.samples.get(int(sample[1]), -1)
-            path = f"sample[{index}].{sample[2]}"
-        return site.phase, name(path), site.call, site.port
+        return site.phase, name(site.path), site.call, site.port
 
     def _pair(self, a: Event, b: Event, label: str) -> None:
         name = canonical(self.stacks[0], a.site.path)

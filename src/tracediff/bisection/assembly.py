@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tracediff.align import Alignment
-from tracediff.bisection import blame, missing
+from tracediff.bisection import blame, missing, samples
 from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.inheritance import Judged, only_by_effect
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.options import Options
+from tracediff.bisection.recorder_faults import recorder_fault
 from tracediff.bisection.rendered import unseen
+from tracediff.bisection.samples import Rendered
 from tracediff.events import ROOT, STAGE_RANK, STAGES, Event
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
@@ -34,6 +36,11 @@ class Step:
     judged: list[Judged]
     judge: StepJudge
     missing: list[Divergence]
+    samples: Rendered
+
+    @property
+    def lacking(self) -> list[Divergence]:
+        return self.missing if self.samples.first is None else [*self.missing, self.samples.first]
 
     def stage(self, name: str) -> list[Judged]:
         return [j for j in self.judged if j.event.site.phase == name]
@@ -44,7 +51,8 @@ def first_of(
 ) -> Judged | Divergence | None:
     """The first divergence of a step that was introduced there and does not heal."""
     introduced = [j for j in step.judged if j.mark == "diverged" and not j.inherited]
-    lacking = _lacking(step)
+    found = filter(None, (step.samples.first, _lacking(step)))
+    lacking = min(found, key=_place, default=None)
     for judged in introduced:
         rng = judged.event.site.phase == "rng"
         if (rng and not _decides(judged, step, traces)) or _healed(judged, step):
@@ -79,7 +87,7 @@ def _state_changes(trace: Trace, event: Event) -> bool | None:
     site = event.site
     neighbours = [step for step in (site.step + 1, site.step - 1) if step in trace.steps]
     for step in neighbours:
-        for other in trace.events(step):
+        for other in trace.events(step, samples=False):
             if (other.site.phase, other.site.path) == ("rng", site.path):
                 return other.digest != event.digest
     return None
@@ -154,6 +162,7 @@ class Assembly:
         self._options = options
         self._stacks = (traces[0].run.stack, traces[1].run.stack)
         self._judged = [judged for step in steps for judged in step.judged]
+        self._samples = samples.counts(step.samples for step in steps)
         self._environment = _environment(self._judged)
         self._warnings = _warnings(traces)
 
@@ -167,8 +176,9 @@ class Assembly:
         )
         if passed_over:
             self._warnings += [_passed_over(judged) for judged in passed_over[:3]]
+        self._warnings += [warning for step in self._steps for warning in step.samples.told()]
         if self._steps:
-            events = self._traces[0].events(self._steps[0].number)
+            events = self._traces[0].events(self._steps[0].number, samples=False)
             hidden = not_exercised(self._traces[0], events)
             self._warnings += [f"not exercised: {sentence}" for sentence in hidden]
         coverage = self._coverage()
@@ -203,7 +213,7 @@ class Assembly:
     def _outcome(
         self, first: Judged | Divergence | None, coverage: float
     ) -> tuple[str, str, Divergence | None]:
-        fault = _recorder_fault(self._traces, self._judged)
+        fault = recorder_fault(self._traces, self._judged)
         if fault:
             return "incomparable", f"recorder fault: {fault}", None
         if isinstance(first, Judged):
@@ -213,7 +223,8 @@ class Assembly:
         if first is not None:
             return self._diverged(first, first)
         counted = [j for j in self._judged if j.event.site.phase != "environment"]
-        if not counted:
+        total = len(counted) + self._samples[0]
+        if not total:
             return (
                 "incomparable",
                 "nothing could be compared: no event of one is in the other",
@@ -235,9 +246,9 @@ class Assembly:
             for side in (step.alignment.baseline_only, step.alignment.target_only)
         )
         if not differing and whole:
-            return "identical", f"all {len(counted)} events compared are bit-equal", None
+            return "identical", f"all {total} events compared are bit-equal", None
         reason = (
-            f"{len(counted)} events agree: {len(counted) - len(differing)} bit-equal, "
+            f"{total} events agree: {total - len(differing)} bit-equal, "
             f"{len(differing)} within what rounding explains{_how_closely(differing)}"
         )
         return "equivalent", reason, None
@@ -276,8 +287,7 @@ class Assembly:
         return None
 
     def _coverage(self) -> float:
-        matched = 0
-        only = [0, 0]
+        matched, only = self._samples[0], list(self._samples[2])
         for step in self._steps:
             matched += sum(j.event.site.phase not in ("environment", "rng") for j in step.judged)
             only[0] += missing.counted(step.alignment.baseline_only)
@@ -286,15 +296,18 @@ class Assembly:
 
     def _stage(self, name: str, outcome: str) -> StageResult:
         judged = [j for j in self._judged if j.event.site.phase == name]
+        counted, unequal, unlisted = self._samples if name == "rendering" else (0, 0, (0, 0))
+        compared = len(judged) + counted
         only = tuple(
             sum(e.site.phase == name for s in self._steps for e, _ in getattr(s.alignment, side))
-            for side in ("baseline_only", "target_only")
+            + n
+            for side, n in zip(("baseline_only", "target_only"), unlisted, strict=True)
         )
-        lacking = sum(d.stage == name for s in self._steps for d in s.missing)
+        lacking = sum(d.stage == name for s in self._steps for d in s.lacking)
         diverged = sum(j.mark == "diverged" for j in judged) + lacking
-        differing = sum(j.mark != "identical" for j in judged)
+        differing = sum(j.mark != "identical" for j in judged) + unequal
         reason = None
-        if not judged and not lacking:
+        if not compared and not lacking:
             mark = "not exercised"
             reason = "recorded on neither side" if only == (0, 0) else "recorded on one side only"
         elif diverged and outcome == "diverged":
@@ -303,11 +316,11 @@ class Assembly:
             mark = "equivalent" if differing or diverged else "identical"
             reason = f"{diverged} differ without effect" if diverged else None
             if name == "rendering":
-                reason = reason or unseen(step.alignment for step in self._steps)
+                reason = reason or unseen((s.alignment, s.samples.alignment) for s in self._steps)
         return StageResult(
             stage=name,
             outcome=mark,
-            compared=len(judged),
+            compared=compared,
             differing=differing,
             diverged=diverged,
             unmatched=(only[0], only[1]),
@@ -326,7 +339,10 @@ class Assembly:
             and j.event.site.phase != "environment"
             and (place is None or j.place < place)
         ]
-        return str(agreeing[-1].event.site) if agreeing else None
+        found = [(j.place, str(j.event.site)) for j in agreeing[-1:]]
+        if sample := samples.last_agreeing((step.samples for step in self._steps), place):
+            found.append(sample)
+        return max(found)[1] if found else None
 
     def _also(self, first: Judged | Divergence | None) -> tuple[Divergence, ...]:
         others = [
@@ -412,26 +428,11 @@ def _passed_over(judged: Judged) -> str:
     )
 
 
-def _recorder_fault(traces: tuple[Trace, Trace], judged: Sequence[Judged]) -> str | None:
-    """What makes a comparison say nothing about the models."""
-    if traces[0].path.resolve() == traces[1].path.resolve():
-        return "both arguments are the same trace; give two recordings"
-    zero: dict[int, int] = defaultdict(int)
-    outputs = [j.pair for j in judged if j.event.site.phase == "forward" and j.event.fingerprint]
-    for pair in outputs:
-        for side, event in enumerate((pair.baseline, pair.target)):
-            count, zeros = event.fingerprint[0], event.fingerprint[3]
-            zero[side] += bool(count) and zeros == count
-    for side, name in enumerate(("baseline", "target")):
-        if len(outputs) >= 4 and zero[side] > 0.5 * len(outputs):
-            return f"{zero[side]} of {len(outputs)} forward values of the {name} are all zero"
-    return None
-
-
 def _sentence(found: Divergence) -> str:
     what = {
         "missing": "is missing in the target",
         "extra": "is only in the target",
+        "order": "comes in another order",
         "shape": "differs in shape",
         "nonfinite": "is not finite on one side",
         "text": "differs in text",

@@ -36,7 +36,7 @@ def of_run(trace: Trace) -> dict[str, Any]:
     """The resolved configuration of a run's first model, flattened, by its name in the file."""
     return {
         event.site.path.removeprefix(_PREFIX): event.value
-        for event in trace.events(trace.steps[0])
+        for event in trace.events(trace.steps[0], samples=False)
         if event.site.phase == "environment" and event.site.path.startswith(_PREFIX)
     }
 

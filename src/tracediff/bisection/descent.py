@@ -16,6 +16,7 @@ from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
 from tracediff.bisection.replayed import Replay
+from tracediff.bisection.samples import counts, rendered
 from tracediff.bisection.weights import is_of_checkpoint
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
@@ -85,7 +86,8 @@ def bisect(
         cost = Cost(
             bytes_read=sum(trace.bytes_read for trace in traces),
             bytes_stored=sum(trace.bytes_stored for trace in traces),
-            events=2 * sum(len(step.judged) for step in steps),
+            events=2
+            * (sum(len(step.judged) for step in steps) + counts(s.samples for s in steps)[0]),
             seconds=time.perf_counter() - started,
         )
         decided = replay.result() if replay is not None else None
@@ -112,7 +114,8 @@ def diff(
         traces = _opened(baseline, stack), _opened(target, stack)
         if noise is not None:
             options = replace(options, noise=Noise(traces[0], _opened(noise, stack)))
-        return [row for step in _steps(traces, options, progress) for row in _rows(step)]
+        steps = _steps(traces, options, progress, every_sample=True)
+        return [row for step in steps for row in _rows(step)]
 
 
 def _rows(step: Step) -> Iterator[SiteRow]:
@@ -154,9 +157,17 @@ def _replay(
 
 
 def _steps(
-    traces: tuple[Trace, Trace], options: Options, progress: Progress | None
+    traces: tuple[Trace, Trace],
+    options: Options,
+    progress: Progress | None,
+    every_sample: bool = False,
 ) -> Iterator[Step]:
-    """Judges the steps that both traces have, in order."""
+    """Judges the steps that both traces have, in order.
+
+    Args:
+        every_sample: Whether to judge also the samples that are equal, of which there may be very
+            many.
+    """
     state = State()
     common = sorted(set(traces[0].steps) & set(traces[1].steps))
     stacks = (traces[0].run.stack, traces[1].run.stack)
@@ -164,19 +175,25 @@ def _steps(
         if progress:
             progress(f"step {number}", done, len(common))
         events = _compared(traces[0], number), _compared(traces[1], number)
-        alignment = _comparable(align(*events, stacks, options.rules), stacks)
+        samples = rendered(traces, number, events, options.rules, every_sample)
+        found = align(*events, stacks, options.rules)
+        alignment = _comparable(found.with_samples(samples.alignment, options.rules), stacks)
         judge = StepJudge(traces, alignment, events, state, options)
         judged = judge.run()
-        yield Step(number, alignment, judged, judge, missing.missing(alignment, stacks))
+        lacking = missing.missing(alignment, stacks)
+        yield Step(number, alignment, judged, judge, lacking, samples)
     if progress:
         progress("done", len(common), len(common))
 
 
 def _compared(trace: Trace, step: int) -> list[Event]:
-    """The events at module boundaries, without single operations and what is evidence only."""
+    """The events at module boundaries, without single operations and what is evidence only.
+
+    Rendered samples have an alignment of their own.
+    """
     return [
         event
-        for event in trace.events(step)
+        for event in trace.events(step, samples=False)
         if event.attributes.get("level") != "op" and not is_of_checkpoint(event)
     ]
 

@@ -100,7 +100,8 @@ class Noise:
 
     def _events(self, step: int) -> dict[Site, Event]:
         if step not in self._sites:
-            events = self._replicate.events(step) if step in self._replicate.steps else []
+            there = step in self._replicate.steps
+            events = self._replicate.events(step, samples=False) if there else []
             self._sites = {step: {event.site: event for event in events}}
             self._check(step)
         return self._sites[step]
@@ -108,7 +109,14 @@ class Noise:
     def _check(self, step: int) -> None:
         """A run on other data is no replicate: its distance says nothing about noise."""
         sites = self._sites[step]
-        for event in self._baseline.events(step):
+        if step in self._replicate.steps and (
+            self._replicate.samples(step).root != self._baseline.samples(step).root
+        ):
+            raise UsageError(
+                f"--noise {self._replicate.path} is no replicate of the baseline: the samples "
+                f"rendered in step {step} differ; record the same script again with the same seeds"
+            )
+        for event in self._baseline.events(step, samples=False):
             if event.site.phase != "rendering" or event.kind not in EXACT_KINDS:
                 continue
             other = sites.get(event.site)

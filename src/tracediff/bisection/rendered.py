@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align import Alignment
+from tracediff.align.samples import SampleAlignment
 from tracediff.compare import settings
+from tracediff.errors import TraceError
 from tracediff.events import Event, Pair
 from tracediff.rendering import Difference, Vocabulary, differ_ids, differ_text
 from tracediff.rendering.provenance import content_spans, origin_at, token_origins
@@ -41,12 +44,15 @@ class Sample:
         match = _SAMPLE.match(event.site.path)
         self.index = int(match[1]) if match else None
         self.step = match[2] if match else event.site.path
-        self._events = trace.events(event.site.step)
 
     def find(self, step: str) -> Event | None:
         """The event of another step of this sample, if it was recorded in the same step."""
-        path = f"sample[{self.index}].{step}"
-        return next((e for e in self._events if e.site.path == path), None)
+        if self.index is None:
+            return None
+        try:
+            return self._trace.find(replace(self.event.site, path=f"sample[{self.index}].{step}"))
+        except TraceError:
+            return None
 
     @cached_property
     def messages(self) -> str:
@@ -83,7 +89,9 @@ def vocabulary_of(traces: Iterable[Trace], step: int, number: int = 0) -> Vocabu
     special: dict[str, int] = {}
     for trace in traces:
         for before in [s for s in trace.steps if s <= step]:
-            for event in trace.events(before):
+            rows = trace.samples(before)
+            telling = (rows.event(int(row)) for row in rows.having("tokens"))
+            for event in chain(trace.events(before, samples=False), telling):
                 match = _TOKENIZER.match(event.site.path)
                 if match and int(match[1] or 0) == number:
                     _take_setting(match[2], event.value, control, special)
@@ -226,15 +234,16 @@ def _special_counts(row: NDArray[Any], vocabulary: Vocabulary) -> dict[str, int]
     }
 
 
-def unseen(alignments: Iterable[Alignment]) -> str | None:
+def unseen(steps: Iterable[tuple[Alignment, SampleAlignment]]) -> str | None:
     """Which steps of the samples' rendering a trace does not show; None where both show all."""
     paths: tuple[set[str], set[str]] = (set(), set())
-    for found in alignments:
+    for found, samples in steps:
         both = [(pair.baseline, pair.target) for pair in found.pairs]
         sides = (*zip(*both, strict=True),) if both else ((), ())
         for side, only in enumerate((found.baseline_only, found.target_only)):
             events = (*sides[side], *(event for event, _ in only))
             paths[side].update(e.site.path for e in events if e.site.phase == "rendering")
+            paths[side].update(f"sample[0].{name}" for name, _ in samples.rows[side].steps)
     told = [_unseen(side) for side in paths]
     if told[0] == told[1]:
         return told[0] and f"{told[0]} on both sides"

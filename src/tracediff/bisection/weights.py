@@ -32,7 +32,7 @@ class Files:
         self._tables: list[Mapping[str, Any]] = []
         self._kept: dict[str, Event] = {}
         for step in trace.steps[:1]:
-            for event in filter(is_of_checkpoint, trace.events(step)):
+            for event in filter(is_of_checkpoint, trace.events(step, samples=False)):
                 if event.kind == "setting":
                     self._tables.append(event.value)
                 else:

@@ -16,7 +16,15 @@ from tracediff.events import Event, Site
 from tracediff.trace.compression import CHUNK_BYTES
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.metadata import check_shape
-from tracediff.trace.samples import COLUMNS, GROUP, INTEGERS, POOLS, TEXT, SampleRows
+from tracediff.trace.samples import (
+    ATTRIBUTES,
+    COLUMNS,
+    GROUP,
+    INTEGERS,
+    POOLS,
+    TEXT,
+    SampleRows,
+)
 
 _CACHED_CHUNKS: Final = 16
 
@@ -39,10 +47,15 @@ class SampleTable:
     sizes: Mapping[str, int]
     chunk: Callable[[str, int], NDArray[Any]]
     _chunks: OrderedDict[tuple[str, int], NDArray[Any]] = field(default_factory=OrderedDict)
+    _own: NDArray[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError where rows point outside of the table."""
         variant, start, length = (self.columns[name] for name in ("variant", "start", "length"))
+        own = self.columns["attributes_length"]
+        self._own = np.cumsum(own) - own
+        if own.min(initial=0) < 0 or int(own.sum()) != self.sizes[ATTRIBUTES]:
+            raise ValueError("the attributes of samples are not as long as their rows say")
         if not len(variant):
             return
         if variant.min() < 0 or variant.max() >= len(self.variants):
@@ -64,11 +77,17 @@ class SampleTable:
             self.columns["order"],
             self.columns["digest"],
             self.event,
+            self.having,
         )
+
+    def having(self, attribute: str) -> NDArray[np.int64]:
+        """The rows whose event has an attribute of that name."""
+        has = np.array([attribute in v["attributes"] for v in self.variants] or [False])
+        return np.flatnonzero(has[self.columns["variant"]])
 
     def event(self, row: int) -> Event:
         """The event of a row; integers are its payload, a text or another value its value."""
-        number, order, variant, start, length = (int(self.columns[c][row]) for c in COLUMNS)
+        number, order, variant, start, length, own = (int(self.columns[c][row]) for c in COLUMNS)
         common = self.variants[variant]
         inner = common["inner_shape"]
         value, shape = None, ()
@@ -90,8 +109,16 @@ class SampleTable:
             inputs=tuple(order - back for back in common["inputs_back"]),
             payload=None if inner is None else f"{GROUP}/{INTEGERS}@{start}",
             value=value,
-            attributes=common["attributes"],
+            attributes={**common["attributes"], **self._own_attributes(row, own)},
         )
+
+    def _own_attributes(self, row: int, length: int) -> Mapping[str, Any]:
+        if not length:
+            return {}
+        found = json.loads(self._read(ATTRIBUTES, int(self._own[row]), length).tobytes())
+        if not isinstance(found, dict):
+            raise ValueError(f"the attributes of a row of samples are {str(found)[:40]}")
+        return found
 
     def array(self, event: Event) -> NDArray[Any]:
         """The integers of an event that `event` made, in its shape and dtype, read-only.
@@ -158,7 +185,7 @@ def _check_variant(variant: Any) -> None:
     wrong = not isinstance(variant, dict) or any(
         type(variant.get(name)) is not kind for name, kind in _FIELDS.items()
     )
-    if wrong or variant["pool"] not in POOLS:
+    if wrong or variant["pool"] not in (TEXT, INTEGERS):
         raise ValueError(f"group {GROUP} has a variant of another form: {str(variant)[:80]}")
     inner = variant.get("inner_shape")
     if (inner is None) != (variant["pool"] == TEXT):

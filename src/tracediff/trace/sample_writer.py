@@ -19,6 +19,7 @@ from tracediff.trace.compression import CHUNK_BYTES, compress
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.metadata import array_json
 from tracediff.trace.samples import (
+    ATTRIBUTES,
     COLUMNS,
     DIGEST_SIZE,
     GROUP,
@@ -69,7 +70,9 @@ class SampleWriter:
         pool, data, tail = value
         start = self._pools[pool].put(data, event.digest, event.dtype)
         index, name = place
-        row = (index, event.order, self._variant(event, name, pool, tail), start, len(data))
+        variant, own = self._variant(event, name, pool, tail)
+        self._pools[ATTRIBUTES].append(own)
+        row = (index, event.order, variant, start, len(data), len(own))
         for column, number in zip(self._columns.values(), row, strict=True):
             column.append(number)
         self._digests += event.digest
@@ -98,22 +101,29 @@ class SampleWriter:
         """See `SampleRows.root`; complete after `finish`."""
         return self._root.value(self.rows)
 
-    def _variant(self, event: Event, name: str, pool: str, tail: list[int] | None) -> int:
-        """The number of what the row has in common with others: all but its value."""
+    def _variant(
+        self, event: Event, name: str, pool: str, tail: list[int] | None
+    ) -> tuple[int, bytes]:
+        """The number of what the row has in common with others, and its own attributes as JSON.
+
+        Its own are those that differ from the attributes of the first such row.
+        """
         back = tuple(event.order - order for order in event.inputs)
-        attributes = json.dumps(plain(event.attributes)) if event.attributes else ""
-        common = (name, event.kind, event.op, event.source, event.dtype, event.dims, back)
+        attributes = plain(event.attributes) if event.attributes else {}
         is_json = event.value is not None and not isinstance(event.value, str)
-        key = (*common, attributes, is_json, None if tail is None else tuple(tail))
+        common = (name, event.kind, event.op, event.source, event.dtype, event.dims, back)
+        key = (*common, is_json, None if tail is None else tuple(tail), *sorted(attributes))
         found = self._variants.get(key)
         if found is None:
             found = self._variants[key] = len(self._documents)
             fields = ("step", "kind", "op", "source", "dtype", "dims", "inputs_back")
             document: dict[str, Any] = dict(zip(fields, common, strict=True))
-            document |= {"attributes": plain(event.attributes), "pool": pool, "inner_shape": tail}
+            document |= {"attributes": attributes, "pool": pool, "inner_shape": tail}
             document["json"] = is_json
             self._documents.append(document)
-        return found
+        first = self._documents[found]["attributes"]
+        own = {key: value for key, value in attributes.items() if not _same(first[key], value)}
+        return found, json.dumps(own, separators=(",", ":")).encode() if own else b""
 
     def _flush(self) -> None:
         columns = {name: np.array(self._columns[name], "<i8") for name in COLUMNS}
@@ -151,11 +161,15 @@ class _Pool:
         self._known[key] = start
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
-        self._pending += data if isinstance(data, bytes) else data.tobytes()
+        self.append(data if isinstance(data, bytes) else data.tobytes())
+        return start
+
+    def append(self, data: bytes) -> None:
+        """Adds elements at the end."""
+        self._pending += data
         while len(self._pending) >= CHUNK_BYTES:
             self._write(self._pending[:CHUNK_BYTES])
             del self._pending[:CHUNK_BYTES]
-        return start
 
     def finish(self) -> str:
         """Writes the last chunk, padded with zeros; returns the metadata."""
@@ -190,6 +204,11 @@ def _data(
         return None
     flat = np.ascontiguousarray(payload, "<i4").reshape(-1)
     return INTEGERS, flat, list(payload.shape[1:])
+
+
+def _same(first: Any, value: Any) -> bool:
+    """Whether the JSON is the same, of which Python's equality says less (1, 1.0 and true)."""
+    return type(first) is type(value) and first == value and repr(first) == repr(value)
 
 
 def _fits(array: NDArray[Any]) -> bool:

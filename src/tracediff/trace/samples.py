@@ -25,10 +25,15 @@ ROWS: Final = 1 << 15
 DIGEST_SIZE: Final = 16
 TEXT: Final = "text"
 INTEGERS: Final = "int32"
-POOLS: Final = {TEXT: ("uint8", "text_byte"), INTEGERS: ("int32", "value")}
-"""Data type and dimension of the pools that hold the values."""
+ATTRIBUTES: Final = "attributes"
+POOLS: Final = {
+    TEXT: ("uint8", "text_byte"),
+    INTEGERS: ("int32", "value"),
+    ATTRIBUTES: ("uint8", "attributes_byte"),
+}
+"""Data type and dimension of the pools: of values, and of the JSON of a row's own attributes."""
 
-COLUMNS: Final = ("sample", "order", "variant", "start", "length")
+COLUMNS: Final = ("sample", "order", "variant", "start", "length", "attributes_length")
 """Integer columns beside the digest. `variant` counts the entries of the group's attributes."""
 
 
@@ -43,6 +48,7 @@ class SampleRows:
         order: Place in the execution order, int64 (rows,).
         digest: uint8 (rows, 16).
         event: Makes the event of a row; its payload is read when that is asked for.
+        having: Finds the rows whose event has an attribute of that name, int64.
     """
 
     sample: NDArray[np.int64]
@@ -51,6 +57,7 @@ class SampleRows:
     order: NDArray[np.int64]
     digest: NDArray[np.uint8]
     event: Callable[[int], Event]
+    having: Callable[[str], NDArray[np.int64]]
 
     def __len__(self) -> int:
         return len(self.sample)
@@ -80,6 +87,9 @@ class SampleRows:
             np.array([event.order for event, _ in found], np.int64),
             np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_SIZE),
             lambda row: found[row][0],
+            lambda name: np.array(
+                [row for row, (event, _) in enumerate(found) if name in event.attributes], np.int64
+            ),
         )
 
 
