@@ -1,8 +1,9 @@
 """`python -m benchmarks.kills`: a recording process is killed at random moments, again and again.
 
 After each SIGKILL every step that the process had reported as committed must read back verified,
-with the values that belong to it, and no other step may be visible than the one after it. As a
-control, a plain directory of arrays with a growing step axis is written and killed the same way.
+with the values that belong to it, and no other step may be visible than the one after it: in a
+folder, and on an S3 server. As a control, a plain directory of arrays with a growing step axis is
+written and killed the same way.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from tests.s3 import s3_server
 from tracediff.trace import Trace, verify
 
 TENSORS: Final = 40
@@ -42,9 +45,9 @@ def write_trace(path: str) -> None:
     """Records until it is killed, and prints each step once it is committed."""
     from tracediff.events import Run
     from tracediff.testing import build_event
-    from tracediff.trace import TraceWriter
+    from tracediff.trace import create_trace
 
-    with TraceWriter(path, Run(stack="pytorch")) as writer:
+    with create_trace(path, Run(stack="pytorch")) as writer:
         for step in range(1_000_000):
             for tensor in range(TENSORS):
                 value = value_of(step, tensor)
@@ -71,7 +74,7 @@ def write_plain(path: str) -> None:
         print(step, flush=True)
 
 
-def kill(writer: str, path: Path, seconds: float) -> int:
+def kill(writer: str, path: Path | str, seconds: float) -> int:
     """Starts a writer, kills it `seconds` after its first step; returns the last step reported."""
     program = _CHILD.format(writer=writer)
     with subprocess.Popen(
@@ -85,7 +88,7 @@ def kill(writer: str, path: Path, seconds: float) -> int:
     return int(lines[-1] if lines[-1].endswith("\n") else lines[-2])
 
 
-def check_trace(path: Path, reported: int) -> str:
+def check_trace(path: Path | str, reported: int) -> str:
     """How a killed trace reads: `sound`, or what is wrong with it."""
     found = verify(path)
     if not found.sound:
@@ -100,7 +103,7 @@ def check_trace(path: Path, reported: int) -> str:
     return "sound"
 
 
-def check_plain(path: Path, reported: int) -> str:
+def check_plain(path: Path | str, reported: int) -> str:
     """How the control reads, over the steps that its arrays claim to have."""
     import zarr
 
@@ -113,34 +116,41 @@ def check_plain(path: Path, reported: int) -> str:
     return "silent zeros" if zeros else "arrays of different lengths" if lengths else "sound"
 
 
-def run(writer: str, count: int, seed: int = 0) -> Counter[str]:
-    """Kills a writer `count` times; returns how the results read."""
+def run(writer: str, places: Iterable[Path | str], seed: int = 0) -> Counter[str]:
+    """Kills a writer once at each place; returns how the results read."""
     rng = random.Random(seed)
     check = {"write_trace": check_trace, "write_plain": check_plain}[writer]
     endings: Counter[str] = Counter()
+    for place in places:
+        reported = kill(writer, place, rng.uniform(0.0, 0.3))
+        endings[check(place, reported)] += 1
+    return endings
+
+
+def folders(count: int) -> Iterator[Path]:
+    """Paths in a temporary folder, each removed when the next one is asked for."""
     with tempfile.TemporaryDirectory() as folder:
         for number in range(count):
-            path = Path(folder) / "run.zarr"
-            reported = kill(writer, path, rng.uniform(0.0, 0.3))
-            endings[check(path, reported)] += 1
+            path = Path(folder) / f"{number}.zarr"
+            yield path
             shutil.rmtree(path)
-            if sys.stderr.isatty():
-                print(f"\r{writer}: {number + 1} of {count}", end="", file=sys.stderr)
-    return endings
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="kills of each writer")
     given = parser.parse_args()
-    broken = 0
-    for writer, name in (("write_trace", "tracediff"), ("write_plain", "plain Zarr arrays")):
-        endings = run(writer, given.count)
-        for ending, times in endings.most_common():
-            print(f"{name}: {times} of {given.count} {ending}")
-        if writer == "write_trace":
-            broken = given.count - endings["sound"]
-    sys.exit(1 if broken else 0)
+    count = given.count
+    with s3_server() as bucket:
+        endings = {
+            "trace in a folder": run("write_trace", folders(count)),
+            "trace on S3": run("write_trace", [f"{bucket}/{n}.zarr" for n in range(count)]),
+            "plain Zarr arrays": run("write_plain", folders(count)),
+        }
+    for name, counts in endings.items():
+        print(f"{name}: " + ", ".join(f"{n} of {count} {how}" for how, n in counts.most_common()))
+    ours = list(endings.values())[:2]
+    sys.exit(0 if all(counts["sound"] == count for counts in ours) else 1)
 
 
 if __name__ == "__main__":

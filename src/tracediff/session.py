@@ -21,7 +21,7 @@ from tracediff.recording import Policy, Recorder, Tape, attached
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.snapshots import attach_rerun, attach_snapshots, watch_python_generators
 from tracediff.stacks import guess, imported, load_recorder
-from tracediff.trace import TraceWriter
+from tracediff.trace import TraceWriter, create_trace, place
 from tracediff.trace.summary import digest_value
 
 _ENVIRONMENT_VARIABLES: Final = (
@@ -57,7 +57,8 @@ def record(
     """Records everything that runs inside the `with` block into a trace.
 
     Args:
-        output: Where the trace is written; must not exist unless `overwrite`.
+        output: Where the trace is written, a path or a URL such as `s3://bucket/run.zarr`; must
+            not exist unless `overwrite`.
         stack: `pytorch`, `mlx`, or the name of an installed third-party stack; by default the
             one whose framework this process has imported.
         level: `digest`, `module` or `op`.
@@ -117,7 +118,7 @@ def _writer(output: str | Path, run: Run, overwrite: bool, on_error: str) -> Tra
     if on_error not in ("stop", "continue"):
         raise UsageError(f"--on-error is {on_error!r}: it is stop or continue")
     on_refusal = _tell if on_error == "continue" else None
-    return TraceWriter(output, run, overwrite=overwrite, on_refusal=on_refusal)
+    return create_trace(output, run, overwrite=overwrite, on_refusal=on_refusal)
 
 
 def _tell(text: str) -> None:
@@ -220,7 +221,7 @@ def parse_steps(text: str | None) -> list[range] | None:
 
 
 def _kept(script: str, what: str, output: Path) -> str:
-    return f"{script} {what}; what was recorded until then is in {output}"
+    return f"{script} {what}; what was recorded until then is in {place(output)}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -187,8 +187,8 @@ class Assembly:
         facts = Verdict(
             outcome=outcome,
             reason=reason,
-            baseline=str(self._traces[0].path),
-            target=str(self._traces[1].path),
+            baseline=self._traces[0].place,
+            target=self._traces[1].place,
             first=found,
             stages=tuple(self._stage(name, outcome) for name in STAGES),
             coverage=coverage,
@@ -360,7 +360,7 @@ class Assembly:
         return neighbours(step.stage(site.phase), first)
 
     def _next_command(self, found: Divergence) -> str:
-        baseline, target = (str(trace.path) for trace in self._traces)
+        baseline, target = (trace.place for trace in self._traces)
         if found.stage in ("forward", "loss", "backward"):
             return shlex.join(["tracediff", "show", target, found.target_site or found.site])
         options = ["--stage", found.stage, "--step", str(found.step)]

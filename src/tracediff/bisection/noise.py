@@ -36,13 +36,13 @@ class Noise:
     """
 
     def __init__(self, baseline: Trace, replicate: Trace) -> None:
-        if baseline.path.resolve() == replicate.path.resolve():
+        if baseline.identity == replicate.identity:
             raise UsageError(
-                f"--noise {replicate.path} is the baseline itself: record the same script again"
+                f"--noise {replicate.place} is the baseline itself: record the same script again"
             )
         if baseline.run.stack != replicate.run.stack:
             raise UsageError(
-                f"--noise {replicate.path} is of stack {replicate.run.stack}, the baseline of "
+                f"--noise {replicate.place} is of stack {replicate.run.stack}, the baseline of "
                 f"{baseline.run.stack}: record the baseline's script again"
             )
         self._baseline = baseline

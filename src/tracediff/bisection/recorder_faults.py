@@ -11,7 +11,7 @@ from tracediff.trace import Trace
 
 def recorder_fault(traces: tuple[Trace, Trace], judged: Sequence[Judged]) -> str | None:
     """The fault in one sentence; None where there is none."""
-    if traces[0].path.resolve() == traces[1].path.resolve():
+    if traces[0].identity == traces[1].identity:
         return "both arguments are the same trace; give two recordings"
     zero: dict[int, int] = defaultdict(int)
     outputs = [j.pair for j in judged if j.event.site.phase == "forward" and j.event.fingerprint]

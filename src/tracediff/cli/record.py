@@ -28,6 +28,7 @@ def record(
 ) -> int:
     """Run a training script as it is, and record what it computes."""
     from tracediff.session import record_script
+    from tracediff.trace import place
 
     run = record_script(
         script,
@@ -45,5 +46,5 @@ def record(
     )
     for note in run.notes:
         output.tell(f"note: {note}")
-    output.tell(f"recorded {script} on {run.stack}, level {run.level}: {trace}")
+    output.tell(f"recorded {script} on {run.stack}, level {run.level}: {place(trace)}")
     return 0

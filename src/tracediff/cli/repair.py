@@ -28,7 +28,7 @@ def repair(
     output.check_writable(json)
     result = trace.repair(path, new, stack=stack)
     if json is not None:
-        output.write(json, dumps(repair_json(path, result)))
+        output.write(json, dumps(repair_json(trace.place(path), result)))
     if json != output.STDOUT:
-        output.show(repaired(path, result))
+        output.show(repaired(trace.place(path), result))
     return 0 if result.whole else 1

@@ -14,7 +14,7 @@ def verify(path: options.TracePath, json: options.Json = None) -> int:
     output.check_writable(json)
     result = trace.verify(path)
     if json is not None:
-        output.write(json, dumps(verification_json(path, result)))
+        output.write(json, dumps(verification_json(trace.place(path), result)))
     if json != output.STDOUT:
-        output.show(verification(path, result))
+        output.show(verification(trace.place(path), result))
     return 0 if result.sound else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -89,14 +88,14 @@ def agreement(rows: Sequence[SiteRow]) -> int:
     return 0 if marks & {"identical", "equivalent"} else 125
 
 
-def verification(path: Path, result: Verification) -> RenderableType:
+def verification(place: str, result: Verification) -> RenderableType:
     """Whether a trace is sound, what is damaged, and what a cut-off run left behind."""
     shape = mark("identical" if result.sound else "diverged")
     checked = ", ".join(
         (count(result.steps, "step"), count(result.events, "event"), f"{result.bytes:,} bytes")
     )
     line = Text(f"{shape.symbol} {'SOUND' if result.sound else 'DAMAGED'}", f"bold {shape.style}")
-    line.append(f"  {inert(str(path))}: {checked} checked", "not bold default")
+    line.append(f"  {inert(place)}: {checked} checked", "not bold default")
     lines = [line]
     lines += [Text(f"  {inert(damage.where)}: {inert(damage.what)}") for damage in result.damage]
     if result.cut_off:
@@ -107,17 +106,17 @@ def verification(path: Path, result: Verification) -> RenderableType:
     return Group(*lines)
 
 
-def verification_json(path: Path, result: Verification) -> dict[str, Any]:
+def verification_json(place: str, result: Verification) -> dict[str, Any]:
     """The object of `tracediff verify --json`."""
-    flags = {"format": FORMAT, "path": path, "sound": result.sound, "cut_off": result.cut_off}
+    flags = {"format": FORMAT, "path": place, "sound": result.sound, "cut_off": result.cut_off}
     return flags | asdict(result)
 
 
-def repaired(path: Path, result: Repair) -> RenderableType:
+def repaired(place: str, result: Repair) -> RenderableType:
     """What a repair copied, rebuilt, salvaged and could not read."""
     shape = mark("identical" if result.whole else "diverged")
     line = Text(f"{shape.symbol} {'WHOLE' if result.whole else 'IN PART'}", f"bold {shape.style}")
-    line.append(f"  {inert(str(path))}: {count(result.copied, 'step')} copied", "not bold default")
+    line.append(f"  {inert(place)}: {count(result.copied, 'step')} copied", "not bold default")
     lines = [line]
     for name, lost in result.rebuilt.items():
         lines.append(Text(f"  {inert(name)}: rebuilt without {inert(', '.join(lost[:3]))}"))
@@ -129,9 +128,9 @@ def repaired(path: Path, result: Repair) -> RenderableType:
     return Group(*lines)
 
 
-def repair_json(path: Path, result: Repair) -> dict[str, Any]:
+def repair_json(place: str, result: Repair) -> dict[str, Any]:
     """The object of `tracediff repair --json`."""
-    return {"format": FORMAT, "path": path, "whole": result.whole} | asdict(result)
+    return {"format": FORMAT, "path": place, "whole": result.whole} | asdict(result)
 
 
 def stack_list(stacks: Sequence[StackInfo]) -> RenderableType:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -60,7 +61,7 @@ def build_tree(trace: Trace) -> xr.DataTree:
         coordinates[stack.node][dim] = (dim, np.array(stack.steps))
     tree = xr.DataTree.from_dict(
         {node: xr.Dataset(nodes[node], coords=coordinates[node]) for node in nodes},
-        name=trace.path.stem,
+        name=Path(trace.place).stem,
     )
     tree.attrs = {"stack": trace.run.stack, "status": trace.run.status}
     return tree

@@ -74,12 +74,14 @@ def index_file(root: Path, rank: int, step: int) -> Path:
     return root / INDEX / str(rank) / f"{step:08d}.json"
 
 
-def write_index(root: Path, rank: int, index: StepIndex) -> None:
+def write_index(root: Path, rank: int, index: StepIndex) -> Path:
+    """Writes the index of a step; returns its file."""
     file = index_file(root, rank, index.step)
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.write_text(json.dumps(asdict(index)), encoding="ascii")
     temporary.replace(file)
+    return file
 
 
 def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepIndex | None:

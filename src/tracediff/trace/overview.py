@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Group, RenderableType
@@ -23,7 +24,7 @@ def overview(trace: Trace) -> RenderableType:
     """The run in a few lines, then a table of its steps with events by stage and sizes."""
     run = trace.run
     head = Text()
-    head.append(trace.path.name, style="bold")
+    head.append(Path(trace.place).name, style="bold")
     head.append(f"  {run.stack}, level {run.level}, ")
     head.append(run.status, style="green" if run.status == "finished" else "bold red")
     if not trace.is_complete:

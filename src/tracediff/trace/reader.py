@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site, sample_step
-from tracediff.trace.index import StepIndex, load_index, step_index
+from tracediff.trace.index import StepIndex, index_file, load_index, step_index
 from tracediff.trace.manifest import SEGMENTS, read_manifest
+from tracediff.trace.remote import Mirror, place, url_of
 from tracediff.trace.samples import SampleRows, place_of
 from tracediff.trace.segment import SegmentReader
 
@@ -32,7 +33,8 @@ class Trace:
     """A recorded run, opened read-only. A context manager.
 
     Attributes:
-        path: Folder of the trace.
+        path: Folder of the trace; of one on object storage, of what was fetched so far.
+        place: The trace as the user named it.
         run: The run manifest.
         rank: Rank of the process whose segments are read.
         steps: Numbers of the committed steps, ascending.
@@ -47,10 +49,13 @@ class Trace:
             TraceFormatError: The trace has a newer format than this release reads.
             CorruptTraceError: The manifest is damaged.
         """
-        self.path = Path(path)
+        url = url_of(path)
+        self._mirror = Mirror(url) if url else None
+        self.place = place(path)
+        self.path = self._mirror.folder if self._mirror else Path(path)
         self.run: Run = read_manifest(self.path)
         self.rank = rank
-        self._segments = dict(segment_files(self.path, rank))
+        self._segments = dict(segment_files(self.path, rank, self._mirror))
         self.steps: list[int] = list(self._segments)
         self.bytes_read = 0
         self._open: OrderedDict[int, SegmentReader] = OrderedDict()
@@ -74,7 +79,7 @@ class Trace:
 
     def __repr__(self) -> str:
         steps = f"{len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"
-        return f"<Trace {self.path.name}: {self.run.stack}, {steps}, {self.run.status}>"
+        return f"<Trace {Path(self.place).name}: {self.run.stack}, {steps}, {self.run.status}>"
 
     def close(self) -> None:
         """Lets go of the open segments. Arrays that were read stay valid."""
@@ -84,6 +89,11 @@ class Trace:
     # ---- what there is ---------------------------------------------------------------------
 
     @property
+    def identity(self) -> str:
+        """Equal for two readers of one trace, whatever its path was called."""
+        return self.place if self._mirror else str(self.path.resolve())
+
+    @property
     def is_complete(self) -> bool:
         """Whether the run ended by itself; false while it records or after it was killed."""
         return self.run.status != "recording"
@@ -91,7 +101,7 @@ class Trace:
     @property
     def bytes_stored(self) -> int:
         """Size of all segments in bytes."""
-        return sum(file.stat().st_size for file in self._segments.values())
+        return sum(map(self._size, self._segments.values()))
 
     def events(self, step: int | None = None, *, samples: bool = True) -> list[Event]:
         """Events of a step, or of all steps, in execution order.
@@ -146,8 +156,8 @@ class Trace:
                 if (event := rows.event(int(row))).site == wanted:
                     return event
         raise TraceError(
-            f"{self.path} has no event at {wanted}: list the sites with `tracediff show "
-            f"{self.path}`"
+            f"{self.place} has no event at {wanted}: list the sites with `tracediff show "
+            f"{self.place}`"
         )
 
     def index(self, step: int) -> StepIndex:
@@ -157,7 +167,9 @@ class Trace:
             TraceError: There is no such step.
             CorruptTraceError: The index is missing and the segment is damaged.
         """
-        size = self._file(step).stat().st_size
+        size = self._size(self._file(step))
+        if self._mirror:
+            self._mirror.fetch(index_file(self.path, self.rank, step))
         found = load_index(self.path, self.rank, step, size)
         if found is not None:
             return found
@@ -182,7 +194,7 @@ class Trace:
                 if event.value is not None
                 else ("record the run at --level module to keep it")
             )
-            raise TraceError(f"{self.path} keeps no payload of {event.site}: {hint}")
+            raise TraceError(f"{self.place} keeps no payload of {event.site}: {hint}")
         array = self._segment(event.site.step).array(event)
         self.bytes_read += array.nbytes
         return array
@@ -222,12 +234,22 @@ class Trace:
             return self._segments[step]
         except KeyError:
             raise TraceError(
-                f"{self.path} has no step {step}: it has {_ranges(self.steps)}"
+                f"{self.place} has no step {step}: it has {_ranges(self.steps)}"
             ) from None
 
     def _segment(self, step: int) -> SegmentReader:
+        return _cached(self._open, step, lambda: self._open_segment(step))
+
+    def _open_segment(self, step: int) -> SegmentReader:
         file = self._file(step)
-        return _cached(self._open, step, lambda: SegmentReader(file, step))
+        if self._mirror is None:
+            return SegmentReader(file, step)
+        segment = SegmentReader(self._mirror.fetch(file), step)
+        file.unlink()  # it stays mapped as long as it is in use
+        return segment
+
+    def _size(self, file: Path) -> int:
+        return self._mirror.size(file) if self._mirror else file.stat().st_size
 
     def _columns(self, step: int) -> list[Event]:
         """The events of a step that stand one by one, which are all but those of a table."""
@@ -255,10 +277,12 @@ def dims_of(event: Event) -> tuple[str, ...]:
     )
 
 
-def segment_files(path: Path, rank: int) -> list[tuple[int, Path]]:
+def segment_files(path: Path, rank: int, mirror: Mirror | None = None) -> list[tuple[int, Path]]:
     """Committed segments by step; what has another name was never committed."""
     folder = path / SEGMENTS / str(rank)
-    files = folder.iterdir() if folder.is_dir() else iter(())
+    files: Iterable[Path] = folder.iterdir() if folder.is_dir() else ()
+    if mirror is not None:
+        files = mirror.segments(rank)
     named = [file for file in files if file.suffix == ".zip" and _is_number(file.stem)]
     return sorted((int(file.stem), file) for file in named)
 

@@ -15,6 +15,7 @@ from tracediff.trace.archive import Archive
 from tracediff.trace.manifest import MANIFEST, SEGMENTS, read_manifest
 from tracediff.trace.names import payload_site
 from tracediff.trace.reader import segment_files
+from tracediff.trace.remote import local_copy
 from tracediff.trace.segment import HierarchyReader, SegmentReader
 from tracediff.trace.summary import digest, fingerprint
 from tracediff.trace.verify import check_segment, digest_of
@@ -60,8 +61,11 @@ def repair(path: str | Path, output: str | Path, *, stack: str | None = None) ->
         TraceExistsError: `output` holds something.
         TraceError: `output` cannot be written.
     """
-    root = Path(path)
-    run = _manifest(root, stack)
+    with local_copy(path) as root:
+        return _repair(root, output, _manifest(root, stack))
+
+
+def _repair(root: Path, output: str | Path, run: Run) -> Repair:
     result = Repair()
     with TraceWriter(output, run) as first:
         for folder in sorted(root.glob(f"{SEGMENTS}/*"), key=lambda folder: folder.name):

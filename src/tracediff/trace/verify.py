@@ -12,6 +12,7 @@ from tracediff.events import Event
 from tracediff.trace.index import StepIndex, index_file, load_index, step_index
 from tracediff.trace.manifest import SEGMENTS, committed_segments, read_manifest
 from tracediff.trace.reader import segment_files
+from tracediff.trace.remote import local_copy
 from tracediff.trace.samples import SampleRows
 from tracediff.trace.segment import SegmentReader
 from tracediff.trace.summary import digest, digest_value
@@ -67,7 +68,11 @@ def verify(path: str | Path) -> Verification:
         TraceFormatError: The trace has a newer format.
         CorruptTraceError: The manifest is damaged.
     """
-    root = Path(path)
+    with local_copy(path) as root:
+        return _verify(root)
+
+
+def _verify(root: Path) -> Verification:
     result = Verification(read_manifest(root).status)
     for folder in sorted(root.glob(f"{SEGMENTS}/*")):
         if folder.name.isdecimal() and folder.is_dir():

@@ -50,6 +50,7 @@ class TraceWriter:
 
     Attributes:
         run: The manifest as last written.
+        place: The trace as errors name it.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class TraceWriter:
             TraceError: The file system refuses.
         """
         self.path = Path(path)
+        self.place = str(path)
         self.run = replace(run, status="recording", error=None)
         self.rank = rank
         self._root = self.path.resolve()
@@ -89,7 +91,7 @@ class TraceWriter:
         self._finished = False
         self._on_refusal = on_refusal
         self._refused: TraceError | None = None
-        with _writing(self.path):
+        with _writing(self.place):
             if rank:
                 self._lock = self._join()
             else:
@@ -143,11 +145,12 @@ class TraceWriter:
         segment, self._segment = self._segment, None
         with self._whole_steps():
             size = segment.commit()
+            self._publish(self._folder / f"{segment.step:08d}.zip")
             self._last_step = segment.step
             self._committed += 1
             rendered = segment.samples.rows, segment.samples.root
             index = step_index(segment.step, segment.events, size, rendered)
-            write_index(self._root, self.rank, index)
+            self._publish(write_index(self._root, self.rank, index))
 
     def adopt_step(self, step: int, segment: Path, index: StepIndex) -> None:
         """Copies a sound segment of another trace, to be a committed step of this one.
@@ -224,7 +227,7 @@ class TraceWriter:
     def _whole_steps(self) -> Iterator[None]:
         """Where part of a step cannot be written, that step is given up and no other begun."""
         try:
-            with _writing(self.path):
+            with _writing(self.place):
                 yield
         except TraceError as error:
             self.discard_step()
@@ -242,6 +245,10 @@ class TraceWriter:
         if self.rank == 0 and os.getpid() == self._pid:
             with self._whole_steps():
                 write_manifest(self._root, self.run, committed)
+                self._publish(self._root / MANIFEST)
+
+    def _publish(self, file: Path) -> None:
+        """Called with each file once it is complete on the disk; for traces kept elsewhere."""
 
     def _check(self, event: Event, payload: NDArray[Any] | None) -> None:
         step = event.site.step
@@ -289,7 +296,7 @@ class TraceWriter:
         """Locks the trace that is there, if it may be replaced."""
         if not overwrite:
             raise TraceExistsError(
-                f"{self.path} already holds something: choose another path, or overwrite it with "
+                f"{self.place} already holds something: choose another path, or overwrite it with "
                 "--overwrite if it is a trace"
             )
         if not is_trace(self._root):
@@ -406,9 +413,9 @@ def _put(new: Path, root: Path, *, replacing: bool) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(place: str) -> Iterator[None]:
     """Turns what the file system refuses into one sentence."""
     try:
         yield
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}") from error
+        raise TraceError(f"cannot write {place}: {error.strerror or error}") from error
