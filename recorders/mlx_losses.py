@@ -67,8 +67,7 @@ class LossHooks:
         state, tape = self._state, self._state.tape
         if state.evaluating:
             path = f"eval.{name}"
-            call = tape.next_call("trajectory", path)
-            state.emit_array("trajectory", path, "out", result, call=call, op=name)
+            self._record_evaluation(path, name, arguments, result)
             return
         path = f"loss.{name}"
         given, labels = list(arguments.values())[:2]
@@ -85,6 +84,17 @@ class LossHooks:
             "loss", path, "out", result, inputs=orders, attributes=settings, **common
         )
         state.offer(out)
+
+    def _record_evaluation(
+        self, path: str, name: str, arguments: Mapping[str, Any], result: mx.array
+    ) -> None:
+        state = self._state
+        labels = list(arguments.values())[1]
+        common: dict[str, Any] = {"call": state.tape.next_call("trajectory", path), "op": name}
+        if is_integer(labels):
+            state.emit_array("trajectory", path, "labels", labels, kind="labels", **common)
+        settings = _settings(arguments, labels)
+        state.emit_array("trajectory", path, "out", result, attributes=settings, **common)
 
 
 def _settings(arguments: Mapping[str, Any], labels: mx.array) -> dict[str, Any]:

@@ -70,8 +70,7 @@ class LossHooks:
         state, tape = self._state, self._state.tape
         if state.evaluating:
             path = f"eval.{name}"
-            call = tape.next_call("trajectory", path)
-            state.emit_tensor("trajectory", path, "out", result, call=call, op=name)
+            self._record_evaluation(path, name, arguments, result)
             return
         path = f"loss.{name}"
         given, labels = arguments["input"], arguments["target"]
@@ -87,6 +86,17 @@ class LossHooks:
             "loss", path, "out", result, inputs=orders, attributes=settings, **common
         )
         state.offer(out)
+
+    def _record_evaluation(
+        self, path: str, name: str, arguments: Mapping[str, Any], result: torch.Tensor
+    ) -> None:
+        state = self._state
+        labels = arguments["target"]
+        common: dict[str, Any] = {"call": state.tape.next_call("trajectory", path), "op": name}
+        if is_integer(labels):
+            state.emit_tensor("trajectory", path, "labels", labels, kind="labels", **common)
+        settings = _settings(arguments)
+        state.emit_tensor("trajectory", path, "out", result, attributes=settings, **common)
 
     # ---- backward --------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ share them without sharing anything else.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -116,6 +116,7 @@ class Event:
         payload: Where the payload lies inside the segment, or None where none was kept.
         value: The value itself of a text, scalar or setting; None for tensors.
         attributes: What else the recorder knew, JSON types only.
+        view: How the value is read out of another event's; None for one that was recorded so.
     """
 
     site: Site
@@ -133,6 +134,20 @@ class Event:
     payload: str | None = None
     value: Any = None
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    view: View | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """A value that was not recorded by itself: a part of another, or its rows in another order.
+
+    Attributes:
+        whole: The event whose payload it is read from.
+        take: From the array of `whole` to the array of the view.
+    """
+
+    whole: Event
+    take: Callable[[NDArray[Any]], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +177,7 @@ class Pair:
     """Two events taken for the same cross-check point.
 
     Attributes:
-        matched_by: The pass that paired them: `rule`, `name`, `alias` or `order`.
+        matched_by: The pass that paired them: `rule`, `name`, `alias`, `order` or `parts`.
         layout: How to lay the target's payload over the baseline's: `same` or `transposed`.
     """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tracediff.align.modules import map_by_order
 from tracediff.align.names import STORED_IN_OUT, Rules, canonical, layout, parent
+from tracediff.align.parts import match_parts
 from tracediff.align.samples import SampleAlignment
 from tracediff.events import Event, Pair, Site
 
@@ -54,8 +55,8 @@ def align(
     """Pairs the events of one step of two runs.
 
     Passes in order: a user's rules, equal names, the built-in vocabulary (peft and mlx-lm names),
-    order of calls inside matched parents. Events are never paired by shape alone. Rendered samples
-    are paired by `align_samples`.
+    order of calls inside matched parents, parts of fused tensors. Events are never paired by shape
+    alone. Rendered samples are paired by `align_samples`.
 
     Args:
         stacks: Stack of the baseline and of the target, which decide the built-in names.
@@ -113,6 +114,9 @@ class _Matching:
                 lambda path: canonical(self.stacks[0], path),
                 lambda path: self._through(by_order, path),
             )
+        parts, self.rest = match_parts(self.rest, lambda side, path: canonical(stacks[side], path))
+        for a, b in parts:
+            self._pair(a, b, "parts")
 
     def _through(self, by_order: dict[str, str], path: str) -> str:
         """A target path under the baseline's name of its innermost mapped module."""

@@ -28,7 +28,7 @@ _ALIASES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
         (r"\.lora_b$", ".lora_B"),
         (r"^(batch|eval_batch)\.inputs$", r"\1.input_ids"),
         (r"^(batch|eval_batch)\.targets$", r"\1.labels"),
-        (r"\.switch_mlp\.down_proj\.weight$", ".experts.down_proj"),  # one matrix for each expert
+        (r"\.switch_mlp\.(gate|up|down)_proj\.weight$", r".experts.\1_proj"),  # of all experts
     ),
 }
 """Per stack: pattern and replacement, applied in order, onto a vocabulary of their own.

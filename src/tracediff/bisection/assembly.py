@@ -3,152 +3,27 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
-from tracediff.align import Alignment
 from tracediff.bisection import blame, missing, samples
+from tracediff.bisection.coverage import coverage, is_counted
 from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
-from tracediff.bisection.inheritance import Judged, only_by_effect
-from tracediff.bisection.judge import StepJudge
+from tracediff.bisection.healing import Step, first_of, place_of
+from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.options import Options
 from tracediff.bisection.recorder_faults import recorder_fault
 from tracediff.bisection.rendered import unseen
-from tracediff.bisection.samples import Rendered
-from tracediff.events import ROOT, STAGE_RANK, STAGES, Event
+from tracediff.events import STAGES
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
 
 _ALSO_LIMIT: Final = 10
 _MEAN: Final = FINGERPRINT_FIELDS.index("mean")
-
-
-@dataclass(slots=True)
-class Step:
-    """One judged step."""
-
-    number: int
-    alignment: Alignment
-    judged: list[Judged]
-    judge: StepJudge
-    missing: list[Divergence]
-    samples: Rendered
-
-    @property
-    def lacking(self) -> list[Divergence]:
-        return self.missing if self.samples.first is None else [*self.missing, self.samples.first]
-
-    def stage(self, name: str) -> list[Judged]:
-        return [j for j in self.judged if j.event.site.phase == name]
-
-
-def first_of(
-    step: Step, traces: tuple[Trace, Trace], passed_over: list[Judged]
-) -> Judged | Divergence | None:
-    """The first divergence of a step that was introduced there and does not heal."""
-    introduced = [j for j in step.judged if j.mark == "diverged" and not j.inherited]
-    found = filter(None, (step.samples.first, _lacking(step)))
-    lacking = min(found, key=_place, default=None)
-    for judged in introduced:
-        rng = judged.event.site.phase == "rng"
-        if (rng and not _decides(judged, step, traces)) or _healed(judged, step):
-            passed_over.append(judged)
-        else:
-            if lacking and (lacking.step, STAGE_RANK[lacking.stage], lacking.order) < judged.place:
-                return lacking
-            return judged
-    return lacking
-
-
-def _decides(judged: Judged, step: Step, traces: tuple[Trace, Trace]) -> bool:
-    """Whether a generator's state can be why the runs part: one stack, and numbers were drawn.
-
-    Whether they were is seen from the state at the next step (or, at the last, from the step
-    before). In a run of a single step it cannot be seen; then a dropout has to have diverged.
-    """
-    later = [j for j in step.judged if j.mark == "diverged" and j.event.site.phase != "rng"]
-    if not later or traces[0].run.stack != traces[1].run.stack:
-        return False
-    drawn = [
-        _state_changes(trace, event)
-        for trace, event in zip(traces, (judged.event, judged.pair.target), strict=True)
-    ]
-    if None in drawn:
-        return any("dropout" in j.event.op.lower() for j in later)
-    return any(drawn)
-
-
-def _state_changes(trace: Trace, event: Event) -> bool | None:
-    """Whether a generator's state is another at the neighbouring step; None without one."""
-    site = event.site
-    neighbours = [step for step in (site.step + 1, site.step - 1) if step in trace.steps]
-    for step in neighbours:
-        for other in trace.events(step, samples=False):
-            if (other.site.phase, other.site.path) == ("rng", site.path):
-                return other.digest != event.digest
-    return None
-
-
-def _healed(judged: Judged, step: Step) -> bool:
-    """Whether everything computed from a divergent value agrees again, sooner or later.
-
-    A consistent re-layout (queries and keys permuted alike, positions shifted alike) leaves the
-    scores as they were; labels that differ only where the loss ignores them leave the loss. A
-    record or a message that differs matters only if the text or the token IDs do.
-    """
-    site = judged.event.site
-    computed = judged.kind in ("value", "labels") and site.phase in ("forward", "loss", "backward")
-    if not computed and not only_by_effect(judged.event):
-        return False
-    users: dict[int, list[Judged]] = defaultdict(list)
-    for user in step.judged:
-        for order in user.event.inputs:
-            users[order].append(user)
-    reached, waiting = {judged.event.order}, [judged]
-    while waiting:
-        following = users[waiting.pop().event.order]
-        if not following:
-            return False  # what nothing is computed from is a result
-        for user in following:
-            # A fault diluted below a bound has not healed: more than rounding is left of it.
-            unsound = user.mark == "diverged" or user.level.tainted
-            if unsound and user.event.order not in reached:
-                reached.add(user.event.order)
-                waiting.append(user)
-    return True
-
-
-def _lacking(step: Step) -> Divergence | None:
-    """The first event that one side lacks, unless what it is part of comes out the same.
-
-    A module that one side computes in another way (two products fused into one) is no divergence
-    if the module around it has the same output.
-    """
-    outputs = {
-        j.event.site.path: j
-        for j in step.judged
-        if (j.event.site.phase, j.event.site.port) == ("forward", "out")
-    }
-    excused: set[str] = set()
-    for lacking in step.missing:
-        if lacking.stage == "backward" and lacking.path in excused:
-            continue
-        around = next((outputs[p] for p in _ancestors(lacking.path) if p in outputs), None)
-        if lacking.stage != "forward" or around is None or around.mark == "diverged":
-            return lacking
-        excused.add(lacking.path)
-    return None
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    """`a.b.c` -> `a.b`, `a`, and the root."""
-    while path := path.rpartition(".")[0]:
-        yield path
-    yield ROOT
 
 
 class Assembly:
@@ -174,6 +49,7 @@ class Assembly:
             (f for s in self._steps if (f := first_of(s, self._traces, passed_over)) is not None),
             None,
         )
+        self._warnings += _each_once(note for step in self._steps for note in step.notes)
         if passed_over:
             self._warnings += [_passed_over(judged) for judged in passed_over[:3]]
         self._warnings += [warning for step in self._steps for warning in step.samples.told()]
@@ -181,9 +57,9 @@ class Assembly:
             events = self._traces[0].events(self._steps[0].number, samples=False)
             hidden = not_exercised(self._traces[0], events)
             self._warnings += [f"not exercised: {sentence}" for sentence in hidden]
-        coverage = self._coverage()
+        covered = coverage(self._steps, self._samples)
         unmatched = missing.groups(step.alignment for step in self._steps)
-        outcome, reason, found = self._outcome(first, coverage)
+        outcome, reason, found = self._outcome(first, covered)
         facts = Verdict(
             outcome=outcome,
             reason=reason,
@@ -191,7 +67,7 @@ class Assembly:
             target=self._traces[1].place,
             first=found,
             stages=tuple(self._stage(name, outcome) for name in STAGES),
-            coverage=coverage,
+            coverage=covered,
             matched_by=Counter(judged.pair.matched_by for judged in self._judged),
             unmatched=unmatched,
             environment=self._environment,
@@ -211,7 +87,7 @@ class Assembly:
     # ---- outcome ---------------------------------------------------------------------------
 
     def _outcome(
-        self, first: Judged | Divergence | None, coverage: float
+        self, first: Judged | Divergence | None, covered: float
     ) -> tuple[str, str, Divergence | None]:
         fault = recorder_fault(self._traces, self._judged)
         if fault:
@@ -233,17 +109,17 @@ class Assembly:
         gap = self._missing_steps()
         if gap is not None:
             return "diverged", _sentence(gap), gap
-        if coverage < self._options.min_coverage:
+        if covered < self._options.min_coverage:
             reason = (
-                f"coverage: only {coverage:.1%} of the events of the side that has fewer could be "
+                f"coverage: only {covered:.1%} of the events of the side that has fewer could be "
                 f"compared, {self._options.min_coverage:.0%} are asked for (--min-coverage)"
             )
             return "incomparable", reason, None
         differing = [j for j in counted if j.mark != "identical"]
         whole = self._stacks[0] == self._stacks[1] and not any(
-            missing.counted(side)
+            is_counted(event)
             for step in self._steps
-            for side in (step.alignment.baseline_only, step.alignment.target_only)
+            for event, _ in (*step.alignment.baseline_only, *step.alignment.target_only)
         )
         if not differing and whole:
             return "identical", f"all {total} events compared are bit-equal", None
@@ -286,14 +162,6 @@ class Assembly:
             )
         return None
 
-    def _coverage(self) -> float:
-        matched, only = self._samples[0], list(self._samples[2])
-        for step in self._steps:
-            matched += sum(j.event.site.phase not in ("environment", "rng") for j in step.judged)
-            only[0] += missing.counted(step.alignment.baseline_only)
-            only[1] += missing.counted(step.alignment.target_only)
-        return matched / (matched + min(only)) if matched else 0.0
-
     def _stage(self, name: str, outcome: str) -> StageResult:
         judged = [j for j in self._judged if j.event.site.phase == name]
         counted, unequal, unlisted = self._samples if name == "rendering" else (0, 0, (0, 0))
@@ -331,7 +199,7 @@ class Assembly:
     # ---- around the first divergence -------------------------------------------------------
 
     def _last_agreeing(self, first: Judged | Divergence | None) -> str | None:
-        place = _place(first) if first is not None else None
+        place = place_of(first) if first is not None else None
         agreeing = [
             j
             for j in self._judged
@@ -391,12 +259,6 @@ def _how_closely(differing: Sequence[Judged]) -> str:
     return f"; apart are {', '.join(told)}" if told else ""
 
 
-def _place(first: Judged | Divergence) -> tuple[int, int, int]:
-    if isinstance(first, Judged):
-        return first.place
-    return first.step, STAGE_RANK[first.stage], first.order
-
-
 def _environment(judged: Sequence[Judged]) -> tuple[Setting, ...]:
     """Settings that differ; those that one side leaves unset come last."""
     found = (
@@ -417,12 +279,23 @@ def _warnings(traces: tuple[Trace, Trace]) -> list[str]:
     return warnings
 
 
+def _each_once(notes: Iterable[str]) -> Iterator[str]:
+    """Notes of all steps; those that recur are told once."""
+    for note, count in Counter(notes).items():
+        yield note if count == 1 else f"{note} ({count} steps)"
+
+
 def _passed_over(judged: Judged) -> str:
     site = judged.event.site
     if site.phase == "rng":
         return f"the generators differ ({site}), with no effect on anything compared"
     if site.phase == "rendering":
         return f"{site} differs, with no effect on what is made of it"
+    if judged.relayout is not None:
+        return (
+            f"healed: {site} {judged.relayout.told()}; a module around it has the same output, and "
+            "what belongs to it is compared in the baseline's layout"
+        )
     return (
         f"healed: {site} differs by {judged.error.rel_l2:.1e}, everything computed from it agrees"
     )

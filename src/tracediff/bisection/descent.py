@@ -8,17 +8,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tracediff.align import Alignment, align, load_rules
+from tracediff.align import load_rules
 from tracediff.bisection import missing
-from tracediff.bisection.assembly import Assembly, Step, first_of
+from tracediff.bisection.assembly import Assembly
+from tracediff.bisection.common import common_form
+from tracediff.bisection.healing import Step, first_of
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
 from tracediff.bisection.replayed import Replay
-from tracediff.bisection.samples import counts, rendered
-from tracediff.bisection.weights import is_of_checkpoint
-from tracediff.events import Event, Pair
+from tracediff.bisection.samples import counts
 from tracediff.trace import Trace
 from tracediff.verdict import (
     Cost,
@@ -169,70 +169,15 @@ def _steps(
             many.
     """
     state = State()
-    common = sorted(set(traces[0].steps) & set(traces[1].steps))
+    numbers = sorted(set(traces[0].steps) & set(traces[1].steps))
     stacks = (traces[0].run.stack, traces[1].run.stack)
-    for done, number in enumerate(common):
+    for done, number in enumerate(numbers):
         if progress:
-            progress(f"step {number}", done, len(common))
-        events = _compared(traces[0], number), _compared(traces[1], number)
-        samples = rendered(traces, number, events, options.rules, every_sample)
-        found = align(*events, stacks, options.rules)
-        alignment = _comparable(found.with_samples(samples.alignment, options.rules), stacks)
-        judge = StepJudge(traces, alignment, events, state, options)
+            progress(f"step {number}", done, len(numbers))
+        common, samples = common_form(traces, number, state, options, every_sample)
+        judge = StepJudge(traces, common.alignment, common.events, state, options)
+        lacking = missing.missing(common.alignment, stacks)
         judged = judge.run()
-        lacking = missing.missing(alignment, stacks)
-        yield Step(number, alignment, judged, judge, lacking, samples)
+        yield Step(number, common.alignment, judged, judge, lacking, samples, common.notes)
     if progress:
-        progress("done", len(common), len(common))
-
-
-def _compared(trace: Trace, step: int) -> list[Event]:
-    """The events at module boundaries, without single operations and what is evidence only.
-
-    Rendered samples have an alignment of their own.
-    """
-    return [
-        event
-        for event in trace.events(step, samples=False)
-        if event.attributes.get("level") != "op" and not is_of_checkpoint(event)
-    ]
-
-
-def _comparable(alignment: Alignment, stacks: tuple[str, str]) -> Alignment:
-    """Takes apart the pairs that cannot be compared, and lists them with the reason."""
-    apart = [(pair, why) for pair in alignment.pairs if (why := _incomparable(pair, stacks))]
-    if not apart:
-        return alignment
-    gone = {id(pair) for pair, _ in apart}
-    return Alignment(
-        pairs=tuple(pair for pair in alignment.pairs if id(pair) not in gone),
-        baseline_only=(*alignment.baseline_only, *((pair.baseline, why) for pair, why in apart)),
-        target_only=(*alignment.target_only, *((pair.target, why) for pair, why in apart)),
-        paths=alignment.paths,
-    )
-
-
-def _incomparable(pair: Pair, stacks: tuple[str, str]) -> str | None:
-    """Why a pair says nothing, or None. Ambiguous pairs are never forced by reshaping."""
-    a, b = pair.baseline, pair.target
-    untouched = a.attributes.get("touched") is b.attributes.get("touched") is False
-    if a.site.phase == "rng" and untouched and a.digest != b.digest:
-        return "neither seeded nor drawn from"
-    if stacks[0] != stacks[1] and _laid_out_differently(pair):
-        return "ambiguous: laid out differently by the two stacks"
-    return None
-
-
-def _laid_out_differently(pair: Pair) -> bool:
-    a, b = pair.baseline, pair.target
-    shape = b.shape[::-1] if pair.layout == "transposed" else b.shape
-    if a.shape == shape or a.kind not in ("tensor", "labels", "mask", "ids"):
-        return False
-    return a.site.phase in ("loss", "trajectory") or _count(a) == _count(b)
-
-
-def _count(event: Event) -> int:
-    count = 1
-    for size in event.shape:
-        count *= size
-    return count
+        progress("done", len(numbers), len(numbers))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tracediff.bisection.inheritance import Judged
-from tracediff.bisection.judge import read_pair
 from tracediff.bisection.rendered import differ_rows, differ_texts, inputs_of
+from tracediff.bisection.values import read_pair
 from tracediff.compare import settings
 from tracediff.compare.figures import is_float, largest_deviations, max_ulp
 from tracediff.compare.padding import Padding

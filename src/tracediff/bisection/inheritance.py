@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tracediff.bisection.referee import Memory
+from tracediff.bisection.relayouts import Relayout
 from tracediff.events import ROOT, STAGE_RANK, Event, Pair
 from tracediff.verdict import Bound, ErrorFigures
 
@@ -39,6 +40,7 @@ class Judged:
 
     Attributes:
         blame, evidence, note: What the referee says of a divergence, see `referee.Ruling`.
+        relayout: Of a loaded parameter that the target holds in another layout, else None.
     """
 
     pair: Pair
@@ -52,6 +54,7 @@ class Judged:
     blame: str = "undecided"
     evidence: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    relayout: Relayout | None = None
 
     @property
     def event(self) -> Event:
@@ -64,13 +67,14 @@ class Judged:
 
 
 class State:
-    """What is carried from step to step: how far parameters and optimizer state are apart, and
-    where each side's parameters and settings are recorded."""
+    """What is carried from step to step: how far parameters and optimizer state are apart, where
+    each side's parameters and settings are recorded, and which the target lays out differently."""
 
     def __init__(self) -> None:
         self.memory = (Memory(), Memory())
         self.params: tuple[dict[str, Level], dict[str, Level]] = ({}, {})
         self.moments: dict[tuple[str, str], Level] = {}
+        self.relayouts: dict[str, Relayout] = {}
         self.outputs = Level()
         """The most that a model's output has been apart in training."""
 
@@ -185,8 +189,9 @@ class Ledger:
         a, b = judged.pair.baseline, judged.pair.target
         stage, path, port = a.site.phase, a.site.path, a.site.port
         level = judged.level
-        self._of_order[0][a.order] = level
-        self._of_order[1][b.order] = level
+        for side, event in enumerate((a, b)):  # parts of a fused tensor are of one order
+            known = self._of_order[side].get(event.order, Level())
+            self._of_order[side][event.order] = known | level
         self._by_site[stage, path, port] = judged
         if stage not in ("environment", "rng") and not only_by_effect(a):
             self._stage[stage] = self._stage.get(stage, Level()) | level

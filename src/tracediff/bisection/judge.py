@@ -23,19 +23,17 @@ from tracediff.bisection.given import AsGiven, is_replay
 from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
 from tracediff.bisection.referee import Referee, Ruling
+from tracediff.bisection.values import estimate, norm, read_pair
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
 from tracediff.compare.masks import is_mask_port, visible
 from tracediff.compare.padding import Padding
-from tracediff.errors import TraceError
 from tracediff.events import EXACT_KINDS, STAGE_RANK, Event, Pair
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Bound, ErrorFigures
 
-_L2: Final = FINGERPRINT_FIELDS.index("l2")
 _MEAN: Final = FINGERPRINT_FIELDS.index("mean")
-_ABS_MEAN: Final = FINGERPRINT_FIELDS.index("abs_mean")
 _SMALLEST: Final = 1e-30
 _SUSPECT: Final = 1 / 8
 """Fraction of the cheap bound above which the referee looks at the whole of a costly operation."""
@@ -100,7 +98,7 @@ class StepJudge:
             self._alignment.pairs,
             key=lambda pair: (STAGE_RANK[pair.baseline.site.phase], pair.baseline.order),
         )
-        judged = [self._ledger.remember(self._cut(self._judge(pair))) for pair in pairs]
+        judged = [self._ledger.remember(self._cut(self._marked(pair))) for pair in pairs]
         for memory, side in zip(self._state.memory, self._events, strict=True):
             memory.finish(side)
         return judged
@@ -112,6 +110,16 @@ class StepJudge:
         return judged
 
     # ---- one pair --------------------------------------------------------------------------
+
+    def _marked(self, pair: Pair) -> Judged:
+        judged = self._judge(pair)
+        if judged.mark == "identical" and (pair.baseline.view or pair.target.view):
+            judged.mark = "equivalent"  # what is seen of them is bit-equal, not all of them
+        if pair.baseline.site.phase == "loading":
+            judged.relayout = self._state.relayouts.get(pair.baseline.site.path)
+        if judged.relayout:
+            judged.level = Level()  # what is computed from it is compared in the baseline's layout
+        return judged
 
     def _judge(self, pair: Pair) -> Judged:
         a, b = pair.baseline, pair.target
@@ -172,7 +180,7 @@ class StepJudge:
         inherited = self._ledger.inherited(pair)
         values = self._values(pair)
         if values is None:
-            figures = _estimate(pair)
+            figures = estimate(pair)
         else:
             figures = measure(*values, self.padding.counts(pair.baseline, values[0].shape))
         if figures.nonfinite:
@@ -343,7 +351,7 @@ class StepJudge:
         update = self._ledger.at("optimizer", path, "update")
         added = 0.0
         if update is not None:
-            added = update.level.carry * _norm(update.event) / (_norm(pair.baseline) or 1.0)
+            added = update.level.carry * norm(update.event) / (norm(pair.baseline) or 1.0)
         roundoff = unit_roundoff(pair.baseline.dtype)
         return Bound(
             rel_l2=1.01 * (before.carry + added) + 8 * roundoff,
@@ -392,16 +400,6 @@ class StepJudge:
         return []
 
 
-def read_pair(traces: tuple[Trace, Trace], pair: Pair) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """Both payloads in the baseline's layout, or None where a side kept none."""
-    if pair.baseline.payload is None or pair.target.payload is None:
-        return None
-    a, b = traces[0].array(pair.baseline), traces[1].array(pair.target)
-    if np.void in (a.dtype.type, b.dtype.type):
-        raise TraceError(f"{pair.baseline.site}: the payload's dtype is unknown")
-    return a, b.T if pair.layout == "transposed" else b
-
-
 def _within(pair: Pair, error: ErrorFigures, bound: Bound) -> bool:
     """Whether the error of the whole, and of its worst element, is what the bound allows."""
     return error.rel_l2 <= bound.rel_l2 and (
@@ -418,28 +416,6 @@ def _passed_on(pair: Pair, inherited: Level, error: float) -> Level:
     """
     local, _ = bounds.floor(pair.baseline, pair.target)
     return Level(min(error, local + inherited.carry), error)
-
-
-def _estimate(pair: Pair) -> Figures:
-    """Error figures without the values: from sketches, or else from fingerprints."""
-    a, b = pair.baseline, pair.target
-    scale = _norm(a) or _norm(b) or 1.0
-    if a.sketch is not None and b.sketch is not None and pair.layout == "same":
-        distance = float(np.linalg.norm(a.sketch - b.sketch)) / scale
-    else:
-        distance = abs(_norm(a) - _norm(b)) / scale
-        if a.fingerprint and b.fingerprint and a.fingerprint[_ABS_MEAN]:
-            change = abs(a.fingerprint[_ABS_MEAN] - b.fingerprint[_ABS_MEAN])
-            distance = max(distance, change / a.fingerprint[_ABS_MEAN])
-    nonfinite = 0
-    if a.fingerprint and b.fingerprint:
-        nonfinite = int(sum(abs(a.fingerprint[i] - b.fingerprint[i]) for i in (1, 2)))
-    error = ErrorFigures(rel_l2=distance, max_ulp=None, differing=1.0, estimated=True)
-    return Figures(error, nonfinite)
-
-
-def _norm(event: Event) -> float:
-    return event.fingerprint[_L2] if event.fingerprint else 0.0
 
 
 def _is_float(event: Event) -> bool:

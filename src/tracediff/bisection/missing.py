@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from tracediff.align import Alignment, canonical
-from tracediff.bisection import given
+from tracediff.bisection import batches, given, reductions
 from tracediff.events import STAGE_RANK, Event
 from tracediff.verdict import Divergence, Unmatched
 
 _DECISIVE: Final = ("loading", "forward", "loss", "backward", "optimizer")
+_EXCUSED: Final = (batches.UNKNOWN, batches.UNKEPT, reductions.UNREDUCED)
+"""Both sides have such an event; how to lay one over the other is not known."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
 
 
@@ -36,7 +38,7 @@ def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
         for event, reason in events:
             if event.site.phase not in _DECISIVE or reason.startswith("ignored"):
                 continue
-            if event.site.port == given.PORT:
+            if event.site.port == given.PORT or reason in _EXCUSED:
                 continue
             if _is_optional(event) and _call(event) in calls:
                 continue
@@ -106,8 +108,3 @@ def _divergence(event: Event, kind: str, reason: str) -> Divergence:
         where={side: event.source},
         shapes={side: event.shape},
     )
-
-
-def counted(events: Sequence[tuple[Event, str]]) -> int:
-    """How many unmatched events count against coverage: settings of one side do not."""
-    return sum(event.site.phase not in ("environment", "rng") for event, _ in events)

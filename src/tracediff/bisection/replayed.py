@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tracediff.bisection.assembly import Step
 from tracediff.bisection.given import SETTING, identity
+from tracediff.bisection.healing import Step
 from tracediff.bisection.inheritance import Judged
 from tracediff.errors import UsageError
 from tracediff.trace import Trace

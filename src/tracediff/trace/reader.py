@@ -195,6 +195,8 @@ class Trace:
                 else ("record the run at --level module to keep it")
             )
             raise TraceError(f"{self.place} keeps no payload of {event.site}: {hint}")
+        if event.view is not None:
+            return event.view.take(self.array(event.view.whole))
         array = self._segment(event.site.step).array(event)
         self.bytes_read += array.nbytes
         return array
