@@ -8,7 +8,7 @@ from tracediff.bisection.batches import Batches
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.options import Options
 from tracediff.bisection.samples import Rendered, rendered
-from tracediff.bisection.views import Common, filled
+from tracediff.bisection.views import UNKEPT, Common, filled
 from tracediff.bisection.weights import is_of_checkpoint
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
@@ -66,7 +66,7 @@ def _parts(traces: tuple[Trace, Trace], common: Common) -> Common:
 
 def _without_payload(pair: Pair) -> str | None:
     if any(e.view is not None and e.payload is None for e in (pair.baseline, pair.target)):
-        return "part of a fused tensor, and no payload was kept to take it from"
+        return UNKEPT
     return None
 
 

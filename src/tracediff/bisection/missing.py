@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from typing import Final
 
 from tracediff.align import Alignment, canonical
-from tracediff.bisection import batches, given, reductions
+from tracediff.bisection import batches, given, reductions, views
 from tracediff.events import STAGE_RANK, Event
 from tracediff.verdict import Divergence, Unmatched
 
 _DECISIVE: Final = ("loading", "forward", "loss", "backward", "optimizer")
-_EXCUSED: Final = (batches.UNKNOWN, batches.UNKEPT, reductions.UNREDUCED)
+_EXCUSED: Final = (batches.UNKNOWN, batches.UNKEPT, reductions.UNREDUCED, views.UNKEPT)
 """Both sides have such an event; how to lay one over the other is not known."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
@@ -12,6 +12,8 @@ from tracediff.align import Alignment
 from tracediff.events import Event, Pair, View
 from tracediff.trace import Trace
 from tracediff.trace.summary import digest, fingerprint
+
+UNKEPT: Final = "part of a fused tensor, and no payload was kept to take it from"
 
 Take = Callable[[NDArray[Any]], NDArray[Any]]
 
