@@ -115,7 +115,7 @@ class GradientHooks:
         """Whether a transformation that begins now is the outermost one."""
         if not self._state.recording:
             return False
-        self._state.touched += 1
+        self._state.touch()
         return self._state.gradient is None and not self._state.open
 
     @contextmanager
@@ -185,6 +185,8 @@ class GradientHooks:
             )
             state.grads_of(path).extend(orders)
             state.name_array(grad, f"{path}:grad", path)
+            if state.operations is not None:
+                state.operations.parameter_grad(path, grad)
 
     def _flows_into(self, path: str) -> tuple[int, ...]:
         """Orders that the gradient of a parameter can have been computed from."""

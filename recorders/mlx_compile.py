@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from tracediff.recorders.mlx_arrays import random_key
-from tracediff.recorders.mlx_state import State, replace_everywhere
+from tracediff.recorders.mlx_state import State, Touched, replace_everywhere
 from tracediff.recording import Patches
 
 _LIBRARIES: Final = ("mlx", "mlx_lm", "mlx_vlm")
@@ -65,6 +65,7 @@ class Compiled:
         self._fun = fun
         self._compiled = compiled
         self._is_eager: bool | None = None
+        self._name = getattr(fun, "__name__", type(fun).__name__)
         if changes_state:  # the model or the optimizer: a first try would leave its marks
             self._run_eagerly()
 
@@ -73,35 +74,43 @@ class Compiled:
             return self._compiled(*args, **kwargs)
         if self._is_eager is None:
             return self._first(args, kwargs)
-        return (self._fun if self._is_eager else self._compiled)(*args, **kwargs)
+        if self._is_eager:
+            return self._fun(*args, **kwargs)
+        operations = self._state.operations
+        if operations is None:
+            return self._compiled(*args, **kwargs)
+        return operations.opaque(self._name, self._compiled, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
 
     def _first(self, args: Any, kwargs: Any) -> Any:
-        """Runs the function uncompiled, and once more compiled if nothing was recorded in it.
+        """Tries the function uncompiled, to see whether there is something to record in it.
 
-        Compiled functions are pure but for the state that they declare, and lazy: the first run
-        costs nothing and changes nothing except the state of the generator, which is restored.
+        Compiled functions are pure but for the state that they declare, and lazy: a trial costs
+        nothing and changes nothing except the state of the generator, which is restored.
         """
         key = random_key()
         if key is None:  # another function is being compiled around this one
             return self._compiled(*args, **kwargs)
-        seen = self._state.touched
-        result = self._fun(*args, **kwargs)
-        if self._state.touched != seen:
+        outer, self._state.trying = self._state.trying, True
+        try:
+            self._fun(*args, **kwargs)
+            self._is_eager = False
+        except Touched:
             self._run_eagerly()
-            return result
-        self._is_eager = False
-        if (now := random_key()) is not None and not np.array_equal(key, now):
-            mx.random.seed((int(key[0]) << 32) | int(key[1]))
-        return self._compiled(*args, **kwargs)
+            if outer:
+                raise
+        finally:
+            self._state.trying = outer
+            if (now := random_key()) is not None and not np.array_equal(key, now):
+                mx.random.seed((int(key[0]) << 32) | int(key[1]))
+        return self(*args, **kwargs)
 
     def _run_eagerly(self) -> None:
         self._is_eager = True
-        name = getattr(self._fun, "__name__", type(self._fun).__name__)
         self._state.tape.note(
-            f"{name} is compiled by mx.compile and ran uncompiled while recording: "
+            f"{self._name} is compiled by mx.compile and ran uncompiled while recording: "
             "a compiled run may round differently"
         )
 

@@ -48,7 +48,7 @@ class LossHooks:
             repeats = gradient is not None and not gradient.forward
             if self._inside or repeats or not self._state.recording:
                 return original(*args, **kwargs)
-            self._state.touched += 1
+            self._state.touch()
             self._inside = True
             outer, self._state.stage = self._state.stage, "loss"
             try:

@@ -60,7 +60,6 @@ class ModuleHooks:
         self._patches = patches
         self._classes = ClassHooks(Module, ("__call__",), self._wrap_call, patches)
         self._muted = False
-        self._thread = 0
         self._batch: tuple[int, ...] | None = None
         self._repeated: Repeated | None = None
         self.replace: Callable[[Frame, Call, Mapping[str, int]], Call] | None = None
@@ -84,7 +83,7 @@ class ModuleHooks:
         state = self._state
         if not state.recording:
             return True
-        state.touched += 1
+        state.touch()
         if self._muted:
             return True
         if state.open and state.open[-1][0] is module:
@@ -93,7 +92,7 @@ class ModuleHooks:
             return False
         if state.gradient is not None and not state.gradient.forward:
             return True  # a checkpoint that was made before the recorder was attached repeats
-        if state.open and threading.get_ident() != self._thread:
+        if state.open and threading.get_ident() != state.thread:
             state.tape.note("Modules ran in several threads at once: only one was recorded")
             return True
         return False
@@ -121,7 +120,7 @@ class ModuleHooks:
         for _, module in named_modules(call.module):
             self._classes.ensure(type(module))  # the script may have replaced a `__call__`
         ports = call.inputs()
-        self._thread = threading.get_ident()
+        self._state.thread = threading.get_ident()
         self._batch = batch_shape(ports) or self._batch
         if tape.skipping:
             return self._skip(call, ports, evaluating)
@@ -307,11 +306,12 @@ class ModuleHooks:
 
     @contextmanager
     def _again(self, frames: list[Frame]) -> Iterator[None]:
-        outer, self._repeated = self._repeated, Repeated(frames)
+        outer = self._repeated, self._state.repeating
+        self._repeated, self._state.repeating = Repeated(frames), True
         try:
             yield
         finally:
-            self._repeated = outer
+            self._repeated, self._state.repeating = outer
 
     def _repeat(self, call: Call, repeated: Repeated) -> Any:
         frame = repeated.take(self._state.roots.path_of(call.module))

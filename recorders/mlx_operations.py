@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn
-from numpy.typing import NDArray
 
 from tracediff.operations import VIEWS, canonical_operation, takes_scalar_operands
 from tracediff.recorders.mlx_arrays import to_numpy
+from tracediff.recorders.mlx_cotangents import Cotangents
+from tracediff.recorders.mlx_dataflow import Arrays
 from tracediff.recorders.mlx_functions import (
     Function,
     array_methods,
@@ -32,42 +32,9 @@ from tracediff.recorders.operation_events import (
     issuing_lines,
 )
 from tracediff.recording import Patches
-from tracediff.trace.summary import digest
 
 _MLX: Final = f"{Path(mlx.nn.__file__).resolve().parents[1]}{os.sep}"
 _LIBRARIES: Final = ("mlx", "mlx_lm", "mlx_vlm")
-
-Value = tuple[bytes, str, tuple[int, ...]]
-"""Digest, dtype and shape."""
-
-
-class Arrays:
-    """Which event holds the value of each array, within one step.
-
-    Arrays are known by their Python object; where a transformation makes new objects of them
-    (`checkpoint`, custom functions), by their values.
-    """
-
-    def __init__(self) -> None:
-        self._orders: dict[int, tuple[weakref.ref[mx.array], int]] = {}
-        self._values: dict[Value, int] = {}
-
-    def clear(self) -> None:
-        self._orders.clear()
-        self._values.clear()
-
-    def order(self, array: mx.array) -> int | None:
-        reference, order = self._orders.get(id(array), (None, None))
-        return order if reference is not None and reference() is array else None
-
-    def hold(self, array: mx.array, order: int, values: NDArray[Any] | None = None) -> None:
-        self._orders[id(array)] = weakref.ref(array), order
-        if values is not None and _tells(values):
-            self._values[_value(values)] = order
-
-    def equal(self, values: NDArray[Any]) -> int | None:
-        """The latest event with the same value, unless it is one that many arrays have."""
-        return self._values.get(_value(values)) if _tells(values) else None
 
 
 class OperationHooks:
@@ -77,9 +44,12 @@ class OperationHooks:
         self._state = state
         self._patches = patches
         self._events = OperationEvents(state.tape, "mlx")
+        self._cotangents = Cotangents(state, self._events, self.muted)
         self._arrays = Arrays()
+        self._leaves: dict[str, int] = {}
         self._owners: dict[int, str] = {}
         self._local = threading.local()
+        self._lock = threading.RLock()
         self._step = -1
 
     def install(self) -> None:
@@ -92,6 +62,7 @@ class OperationHooks:
             if isinstance(function.original, property):
                 wrapper = property(wrapper)
             self._patches.replace(function.owner, function.attribute, _always(wrapper))
+        replace_everywhere(self._patches, {mx.vmap: self._wrap_vmap(mx.vmap)})
         self._state.operations = self
 
     # ---- calls -----------------------------------------------------------------------------
@@ -101,17 +72,21 @@ class OperationHooks:
         plain: Any = original.fget if isinstance(original, property) else original
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._local, "busy", False) or not self._state.recording:
-                return plain(*args, **kwargs)
             return self._run(function, plain, args, kwargs)
 
         return call if isinstance(original, property) else functools.update_wrapper(call, original)
 
     def opaque(self, name: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a function that cannot be seen inside, as one operation of that name."""
-        if getattr(self._local, "busy", False) or not self._state.recording:
-            return plain(*args, **kwargs)
         return self._run(Function(None, "", None, name), plain, args, kwargs)
+
+    def _wrap_vmap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def vmap(fun: Callable[..., Any], *axes: Any, **named: Any) -> Callable[..., Any]:
+            plain = original(fun, *axes, **named)
+            return lambda *args, **kwargs: self.opaque("mlx.vmap", plain, args, kwargs)
+
+        return vmap
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -136,12 +111,25 @@ class OperationHooks:
         state, tape = self._state, self._state.tape
         if tape.step != self._step:
             self._step = tape.step
-            self._arrays.clear()
-            self._owners.clear()
-        gradient, frame = state.gradient, tape.current
-        if tape.evaluating or (gradient is not None and gradient.started and not gradient.forward):
+            for known in (
+                self._arrays,
+                self._owners,
+                self._leaves,
+                self._events,
+                self._cotangents,
+            ):
+                known.clear()
+        frame = tape.current
+        if tape.evaluating:
             return None
-        if frame is not None and state.stage != "loss":
+        if state.differentiating:  # of Python, only the user's own gradients run now
+            place = Place("backward", "root")
+        elif threading.get_ident() != state.thread:
+            # Frames are those of the thread that runs the model: its helpers are part of the root.
+            place = Place("forward", "root")
+            if frame is None:
+                return None
+        elif frame is not None and state.stage != "loss":
             place = Place("forward", frame.path)
         elif state.stage == "optimizer":
             place = Place("optimizer", self._parameter_path(args))
@@ -175,22 +163,59 @@ class OperationHooks:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        with self.muted():
+        busy = getattr(self._local, "busy", False)
+        if busy or not self._state.recording or self._state.trying:
+            return plain(*args, **kwargs)
+        with self.muted(), self._lock:
             place = self._place(args)
             if place is None:
                 return plain(*args, **kwargs)
+            if self._state.repeating:
+                return self._repeated(function, plain(*args, **kwargs), args)
             given = list(reversed(args)) if function.reflected else list(args)
             found = [self._order(array, place) for array in _flat([given, *kwargs.values()])]
             base = self._arrays.order(args[0]) if function.in_place else None
             result = plain(*args, **kwargs)
             outputs = [args[0]] if function.in_place else _flat(result)
-            if outputs and not self._hands_through(function, args, outputs):
-                inputs = [order for order in found if order is not None]
-                attributes = {} if base is None else {"inplace": base}
-                self._record(
-                    _operation(function, place, given, kwargs, inputs, attributes), outputs
-                )
+            if not outputs or self._hands_through(function, args, outputs):
+                return result
+            inputs = [order for order in found if order is not None]
+            attributes = {} if base is None else {"inplace": base}
+            operation = _operation(function, place, given, kwargs, inputs, attributes)
+            orders = self._record(operation, outputs)
+            return result if function.in_place else self._tapped(result, orders)
+
+    def _repeated(self, function: Function, result: Any, args: Sequence[Any]) -> Any:
+        """The result of an operation that a checkpoint computes again.
+
+        It is on the tape already, but only now does it have gradients.
+        """
+        outputs = [args[0]] if function.in_place else _flat(result)
+        orders: dict[int, int] = {}
+        for array in outputs:
+            values = to_numpy(array)
+            name = _canonical(function, args)
+            order = None if values is None else self._arrays.made(name, values)
+            if order is not None:
+                self._arrays.hold(array, order)
+                orders[id(array)] = order
+        return result if function.in_place else self._tapped(result, orders)
+
+    def _tapped(self, result: Any, orders: Mapping[int, int]) -> Any:
+        if not self._state.in_gradient:
             return result
+        before = _flat(result)
+        tapped = self._cotangents.tapped(result, orders)
+        for new, old in zip(_flat(tapped), before, strict=True):
+            self.same(new, old)
+        return tapped
+
+    def parameter_grad(self, path: str, grad: mx.array) -> None:
+        """Records the gradient of a parameter that operations of this step computed with."""
+        leaf = self._leaves.get(path)
+        order = None if leaf is None else self._cotangents.record(leaf, grad)
+        if order is not None:
+            self._arrays.hold(grad, order)
 
     def _hands_through(
         self, function: Function, args: Sequence[Any], outputs: Sequence[mx.array]
@@ -204,17 +229,24 @@ class OperationHooks:
         self.same(new, old)
         return True
 
-    def _record(self, operation: Operation, outputs: Sequence[mx.array]) -> None:
+    def _record(self, operation: Operation, outputs: Sequence[mx.array]) -> dict[int, int]:
+        """Records what an operation computed; returns the order of each output by its identity."""
         values = [self._state.read(array) for array in outputs]
         if all(value is None for value in values):
-            return
+            return {}
         orders = self._events.outputs(operation, values)
+        recorded: dict[int, int] = {}
         for array, value, order in zip(outputs, values, orders, strict=True):
-            if order is not None:
-                self._arrays.hold(array, order, value)
-                # A norm over all parameters is summed from numbers that belong to none of them.
-                if operation.place.phase == "optimizer" and array.ndim:
-                    self._owners[order] = operation.place.path
+            if order is None or value is None:
+                continue
+            recorded[id(array)] = order
+            self._arrays.hold(array, order, value)
+            self._arrays.make(operation.canonical, value, order)
+            # A norm over all parameters is summed from numbers that belong to none of them.
+            if operation.place.phase == "optimizer" and array.ndim:
+                self._owners[order] = operation.place.path
+        self._cotangents.used(operation.inputs, list(recorded.values()))
+        return recorded
 
     # ---- inputs ----------------------------------------------------------------------------
 
@@ -233,6 +265,7 @@ class OperationHooks:
         order = None if name else self._arrays.equal(values)
         if order is None:
             order = self._events.leaf(place, name or "constant", values)
+            self._leaves[name] = order
         self._arrays.hold(array, order, values)
         return order
 
@@ -260,9 +293,7 @@ def _operation(
     inputs: Sequence[int],
     attributes: Mapping[str, Any],
 ) -> Operation:
-    canonical = canonical_operation("mlx", function.name)
-    if function.name == "mlx.getitem":
-        canonical = _indexing(args[1])
+    canonical = _canonical(function, args)
     attributes = dict(attributes)
     if canonical in VIEWS and inputs:
         attributes["view_of"] = inputs[0]
@@ -270,6 +301,12 @@ def _operation(
         attributes["rng"] = True
     plain, operands = _plain_arguments(function, canonical, args, kwargs)
     return Operation(function.name, place, inputs, plain, operands, attributes, canonical)
+
+
+def _canonical(function: Function, args: Sequence[Any]) -> str:
+    if function.name == "mlx.getitem":
+        return _indexing(args[1])
+    return canonical_operation("mlx", function.name)
 
 
 def _plain_arguments(
@@ -320,16 +357,3 @@ def _plain(value: Any) -> Any:
 
 def _always(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
-
-
-def _value(values: NDArray[Any]) -> Value:
-    return digest(values), values.dtype.name, values.shape
-
-
-def _tells(values: NDArray[Any]) -> bool:
-    """Whether a value is unlikely to be met twice by chance: not a mask, nor all zeros."""
-    return (
-        values.dtype.kind not in "biu"
-        and values.size > 1
-        and bool((values != values.flat[0]).any())
-    )

@@ -83,7 +83,7 @@ class OptimizerHooks:
             finally:
                 self._state.stage = outer
             if self._state.recording:
-                self._state.touched += 1
+                self._state.touch()
                 call = self._state.tape.next_call("optimizer", "clip_grad_norm")
                 attributes = {"max_norm": float(scalar(max_norm))}
                 self._state.emit_array(
@@ -118,7 +118,7 @@ class OptimizerHooks:
     ) -> Any:
         if self._inside or not self._state.recording:
             return original(optimizer, *args)
-        self._state.touched += 1
+        self._state.touch()
         if self._state.tape.skipping:
             _count_update(optimizer)
             self._state.tape.advance()

@@ -42,6 +42,10 @@ class Gradient:
     root_calls: int = 0
 
 
+class Touched(BaseException):
+    """Ends the trial of a function in which there is something to record."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamedArray:
     """An array that operations may use, by its name and the parameter that it belongs to."""
@@ -62,8 +66,9 @@ class State:
         open: Calls of modules that are running, innermost last, and the module of each; the frame
             is None for a repeated call that was not recorded the first time.
         segments: For each checkpointed function that runs for the first time, its calls so far.
-        touched: Counts whatever the recorder has seen: a function during which it stays the same
-            holds nothing to record.
+        trying: Whether a function only runs to find out if there is something to record in it.
+        repeating: Whether a checkpoint computes again what it computed before.
+        thread: Identity of the thread that runs the model.
         stage: `loss` or `optimizer` while code of that stage runs outside of modules, else "".
         operations: Records operations, at level `op`.
         active: Whether the recorder is attached; functions that it wrapped outlive it.
@@ -77,7 +82,9 @@ class State:
     gradient: Gradient | None = None
     open: list[tuple[Any, Frame | None]] = field(default_factory=list)
     segments: list[list[Frame]] = field(default_factory=list)
-    touched: int = 0
+    trying: bool = False
+    repeating: bool = False
+    thread: int = 0
     stage: str = ""
     operations: Any = None
     active: bool = True
@@ -97,6 +104,27 @@ class State:
     def evaluating(self) -> bool:
         """Whether a call that begins now is part of an evaluation."""
         return self.optimizer_seen and self.gradient is None
+
+    @property
+    def in_gradient(self) -> bool:
+        """Whether arrays that are computed now will be differentiated."""
+        return self.gradient is not None and (self.gradient.forward or self.repeating)
+
+    @property
+    def differentiating(self) -> bool:
+        """Whether the function to differentiate has run, and no checkpoint repeats parts of it."""
+        gradient = self.gradient
+        ran = gradient is not None and gradient.started and not gradient.forward
+        return ran and not self.repeating
+
+    def touch(self) -> None:
+        """Says that there is something to record here.
+
+        Raises:
+            Touched: The function that runs was only tried, to find this out.
+        """
+        if self.trying:
+            raise Touched
 
     @property
     def loss_inputs(self) -> tuple[int, ...]:

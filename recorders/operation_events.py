@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -56,12 +57,54 @@ class Operation:
     canonical: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A forward event of the current step, for its gradient to refer to."""
+
+    place: Place
+    canonical: str
+    op: str
+    port: str
+    call: int
+
+
 class OperationEvents:
-    """Writes operations and leaves onto the tape."""
+    """Writes operations, leaves and gradients onto the tape."""
 
     def __init__(self, tape: Tape, stack: str) -> None:
         self._tape = tape
         self._stack = stack
+        self._recorded: dict[int, Recorded] = {}
+        self._differentiated: Counter[int] = Counter()
+
+    def clear(self) -> None:
+        """Forgets the events of a step that is over."""
+        self._recorded.clear()
+        self._differentiated.clear()
+
+    def place_of(self, order: int) -> Place | None:
+        """Where the operation ran whose event has this order in the current step."""
+        recorded = self._recorded.get(order)
+        return recorded.place if recorded is not None else None
+
+    def cotangent(self, order: int, array: NDArray[Any], inputs: Sequence[int]) -> int:
+        """Records the gradient of a forward event's value."""
+        forward = self._recorded[order]
+        again = self._differentiated[order]  # a second derivative has its own port
+        self._differentiated[order] += 1
+        port = f"grad_{forward.port}@{again}" if again else f"grad_{forward.port}"
+        attributes = {"level": "op", "canonical": forward.canonical, "forward_order": order}
+        place = replace(forward.place, phase="backward")
+        return self._emit(
+            place,
+            forward.canonical,
+            forward.op,
+            port=port,
+            array=array,
+            inputs=inputs,
+            attributes=attributes,
+            call=forward.call,
+        )
 
     def leaf(self, place: Place, name: str, array: NDArray[Any]) -> int:
         """Records a value that no recorded operation of this step made."""
@@ -110,10 +153,9 @@ class OperationEvents:
         attributes: Mapping[str, Any],
         call: int,
     ) -> int:
-        path = f"{place.path}@{canonical}"
-        return self._tape.emit(
+        order = self._tape.emit(
             place.phase,
-            path,
+            f"{place.path}@{canonical}",
             port,
             array,
             kind="tensor",
@@ -123,6 +165,8 @@ class OperationEvents:
             inputs=inputs,
             attributes=attributes,
         )
+        self._recorded[order] = Recorded(place, canonical, op, port, call)
+        return order
 
 
 def issuing_lines(framework: str) -> tuple[str, str]:
