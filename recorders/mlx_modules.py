@@ -143,7 +143,8 @@ class ModuleHooks:
             if self.replace is not None:
                 call = self.replace(frame, call, orders)
                 ports = call.inputs()
-            output = call.run()
+            with state.giving(ports):
+                output = call.run()
             self._emit(tape.emit_out, frame, output_ports(output))
         finally:
             state.open.pop()
@@ -273,13 +274,16 @@ class ModuleHooks:
                 gradient = self._state.gradient
                 if not self._state.recording or gradient is None or not gradient.forward:
                     return plain(*args, **kwargs)
-                return original(self._segment(function))(*args, **kwargs)
+                boundary = Boundary(self._state, (args, kwargs))
+                result = original(self._segment(function, boundary))(*args, **kwargs)
+                boundary.returned(result)
+                return result
 
             return call
 
         return checkpoint
 
-    def _segment(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _segment(self, function: Callable[..., Any], boundary: Boundary) -> Callable[..., Any]:
         """A checkpointed function that remembers its calls the first time and repeats them later.
 
         The values are on the tape already, but only when they are computed again do they have
@@ -292,7 +296,10 @@ class ModuleHooks:
             nonlocal first
             is_first, first = first, False
             with self._first(frames) if is_first else self._again(frames):
-                return function(*args, **kwargs)
+                boundary.entered((args, kwargs))
+                result = function(*args, **kwargs)
+                boundary.left(result)
+                return result
 
         return run
 
@@ -323,6 +330,30 @@ class ModuleHooks:
         finally:
             self._state.open.pop()
         return output if frame is None else self._tapped(frame, output, call.inputs())
+
+
+class Boundary:
+    """Arrays that pass into a checkpoint and out of it, where MLX makes new objects of them.
+
+    Only operations need to know: modules are known by the order of their calls.
+    """
+
+    def __init__(self, state: State, given: Any) -> None:
+        self._operations = state.operations
+        self._given = self._operations.orders_of(given) if self._operations else []
+        self._results: list[int | None] = []
+
+    def entered(self, given: Any) -> None:
+        if self._operations:
+            self._operations.bind(given, self._given)
+
+    def left(self, result: Any) -> None:
+        if self._operations:
+            self._results = self._operations.orders_of(result)
+
+    def returned(self, result: Any) -> None:
+        if self._operations:
+            self._operations.bind(result, self._results)
 
 
 class Repeated:

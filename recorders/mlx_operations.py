@@ -13,7 +13,8 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn
 
-from tracediff.operations import VIEWS, canonical_operation, takes_scalar_operands
+from tracediff.events import ROOT
+from tracediff.operations import LEAF, VIEWS, canonical_operation, takes_scalar_operands
 from tracediff.recorders.mlx_arrays import to_numpy
 from tracediff.recorders.mlx_cotangents import Cotangents
 from tracediff.recorders.mlx_dataflow import Arrays
@@ -104,6 +105,18 @@ class OperationHooks:
         if order is not None:
             self._arrays.hold(new, order)
 
+    def orders_of(self, value: Any) -> list[int | None]:
+        """Orders of the events with the values of all arrays in an argument or result."""
+        with self.muted():
+            place = self._place([])
+            return [None if place is None else self._order(a, place) for a in _flat(value)]
+
+    def bind(self, value: Any, orders: Sequence[int | None]) -> None:
+        """Says that the arrays in an argument or result have the values of these events."""
+        for array, order in zip(_flat(value), orders, strict=False):
+            if order is not None:
+                self._arrays.hold(array, order)
+
     # ---- where an operation runs -----------------------------------------------------------
 
     def _place(self, args: Sequence[Any]) -> Place | None:
@@ -123,10 +136,10 @@ class OperationHooks:
         if tape.evaluating:
             return None
         if state.differentiating:  # of Python, only the user's own gradients run now
-            place = Place("backward", "root")
+            place = Place("backward", ROOT)
         elif threading.get_ident() != state.thread:
             # Frames are those of the thread that runs the model: its helpers are part of the root.
-            place = Place("forward", "root")
+            place = Place("forward", ROOT)
             if frame is None:
                 return None
         elif frame is not None and state.stage != "loss":
@@ -134,7 +147,7 @@ class OperationHooks:
         elif state.stage == "optimizer":
             place = Place("optimizer", self._parameter_path(args))
         elif tape.root_calls and not state.evaluating:
-            place = Place(state.stage or "loss", frame.path if frame else "root")
+            place = Place(state.stage or "loss", frame.path if frame else ROOT)
         else:
             return None
         if not tape.policy.records_operations(tape.step, place.path):
@@ -145,7 +158,7 @@ class OperationHooks:
     def _parameter_path(self, args: Sequence[Any]) -> str:
         """Path of the parameter that an update works on, as far as the arguments tell."""
         owners = {owner for array in _flat(args) if (owner := self._owner(array))}
-        return owners.pop() if len(owners) == 1 else "root"
+        return owners.pop() if len(owners) == 1 else ROOT
 
     def _owner(self, array: mx.array) -> str:
         known = self._state.name_of(array)
@@ -262,15 +275,16 @@ class OperationHooks:
         if values is None:
             return None
         name = self._name(array)
-        order = None if name else self._arrays.equal(values)
+        order = self._arrays.made(f"{LEAF} {name}", values) if name else self._arrays.equal(values)
         if order is None:
             order = self._events.leaf(place, name or "constant", values)
             self._leaves[name] = order
+            self._arrays.make(f"{LEAF} {name}", values, order)
         self._arrays.hold(array, order, values)
         return order
 
     def _name(self, array: mx.array) -> str:
-        """Name of a parameter of the module that runs, of a batch field or an optimizer's state."""
+        """Name of a parameter or argument of a module that runs, or of what is updated."""
         known = self._state.name_of(array)
         if known is not None:
             return known.name
@@ -278,7 +292,11 @@ class OperationHooks:
             module, frame = self._state.open[-1]
             for key, value in members(module):
                 if value is array:
-                    return f"{frame.path}.{key}" if frame and frame.path != "root" else key
+                    return f"{frame.path}.{key}" if frame and frame.path != ROOT else key
+        for ports in self._state.given:
+            for port, value in ports.tensors:
+                if value is array:
+                    return port
         return ""
 
 

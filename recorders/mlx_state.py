@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -65,6 +66,7 @@ class State:
         gradient: The outermost gradient transformation that is running.
         open: Calls of modules that are running, innermost last, and the module of each; the frame
             is None for a repeated call that was not recorded the first time.
+        given: Arguments of the calls that are running, innermost last.
         segments: For each checkpointed function that runs for the first time, its calls so far.
         trying: Whether a function only runs to find out if there is something to record in it.
         repeating: Whether a checkpoint computes again what it computed before.
@@ -81,6 +83,7 @@ class State:
     optimizer_seen: bool = False
     gradient: Gradient | None = None
     open: list[tuple[Any, Frame | None]] = field(default_factory=list)
+    given: list[Ports] = field(default_factory=list)
     segments: list[list[Frame]] = field(default_factory=list)
     trying: bool = False
     repeating: bool = False
@@ -116,6 +119,15 @@ class State:
         gradient = self.gradient
         ran = gradient is not None and gradient.started and not gradient.forward
         return ran and not self.repeating
+
+    @contextmanager
+    def giving(self, ports: Ports) -> Iterator[None]:
+        """For the duration of the block, a call runs that was given these arguments."""
+        self.given.append(ports)
+        try:
+            yield
+        finally:
+            self.given.pop()
 
     def touch(self) -> None:
         """Says that there is something to record here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +100,35 @@ class DataFlow:
     def _known(self, tensor: torch.Tensor) -> Memory | None:
         key = address_of(tensor)
         return None if key is None else self._memory.get(key)
+
+
+class Nodes:
+    """Which forward operation each node of the autograd graph belongs to, within one step.
+
+    Nodes are numbered as they are made, just before the operation that they differentiate runs.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[int, int] = {}
+        self._local = threading.local()
+
+    def clear(self) -> None:
+        self._orders.clear()
+
+    def made(self) -> range:
+        """Numbers of the nodes that this thread has made since it was last asked."""
+        count: Any = torch._C._autograd._get_sequence_nr()
+        before = getattr(self._local, "count", count - 1)
+        self._local.count = count
+        return range(before, count)
+
+    def belong(self, numbers: range, order: int) -> None:
+        for number in numbers:
+            self._orders.setdefault(number, order)
+
+    def of(self, node: Any) -> int | None:
+        """Order of the event of the operation that a node differentiates."""
+        return self._orders.get(node._sequence_nr())
 
 
 def address_of(tensor: torch.Tensor) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +15,6 @@ import torch.utils.hooks
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tracediff.recorders.pytorch_dataflow import address_of
 from tracediff.recorders.pytorch_roots import Named, is_compiled, unwrapped
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import (
@@ -66,7 +65,6 @@ class ModuleHooks:
         self._state = state
         self._patches = patches
         self._muted = False
-        self._thread = 0
         self._batch: tuple[int, ...] | None = None
         self._repeated: Iterator[Frame] | None = None
         self._hooked: MutableMapping[Any, Any] = WeakIdKeyDictionary()
@@ -105,7 +103,7 @@ class ModuleHooks:
             return False
         if in_backward():
             return True  # a checkpoint that is not reentrant repeats its forward pass
-        if state.open and threading.get_ident() != self._thread:
+        if state.open and threading.get_ident() != state.thread:
             state.tape.note("Modules ran in several threads at once: only one was recorded")
             return True
         return False
@@ -127,7 +125,7 @@ class ModuleHooks:
         if path is None:
             return call.run()
         ports = call.inputs()
-        self._thread = threading.get_ident()
+        self._state.thread = threading.get_ident()
         self._batch = batch_shape(ports) or self._batch
         if self.skip is not None and tape.skipping:
             if not evaluating:
@@ -152,7 +150,8 @@ class ModuleHooks:
                 call = self.replace(frame, call, orders)
                 ports = call.inputs()
             given = {id(tensor): tensor._version for _, tensor in ports.tensors}
-            output = call.run()
+            with self._state.giving(ports):
+                output = call.run()
             ports = output_ports(output)
             if is_new:
                 self._emit(self._state.tape.emit_out, frame, ports)
@@ -216,7 +215,6 @@ class ModuleHooks:
 
     def emit_batch(self, ports: Ports, call: int) -> None:
         for name, (_, tensor) in zip(ports.names, ports.tensors, strict=True):
-            self._state.memory_names[address_of(tensor)] = "", name
             if is_integer(tensor) and (array := to_numpy(tensor)) is not None:
                 self._state.tape.emit_batch(name, array, call)
 
@@ -288,7 +286,8 @@ class ModuleHooks:
             else:
                 self._repeated = iter(frames)
             try:
-                return function(*args)
+                with nullcontext() if is_first else self._state.repeated():
+                    return function(*args)
             finally:
                 if is_first:
                     self._state.segments.pop()

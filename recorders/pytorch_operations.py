@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracediff.operations import ALIAS, base_name, canonical_operation, takes_scalar_operands
+from tracediff.events import ROOT
+from tracediff.operations import ALIAS, base_name
 from tracediff.recorders.operation_events import (
     Operation,
     OperationEvents,
     Place,
     issuing_lines,
 )
-from tracediff.recorders.pytorch_dataflow import DataFlow, Held, address_of
+from tracediff.recorders.pytorch_arguments import Argument, flat, plain_arguments, shares, tensors
+from tracediff.recorders.pytorch_dataflow import DataFlow, Held, Nodes, address_of
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Patches
 from tracediff.trace.summary import digest
 
-_TORCH: Final = str(Path(torch.__file__).resolve().parent)
+_TORCH: Final = f"{Path(torch.__file__).resolve().parent}{os.sep}"
 
 _SKIPPED_NAMESPACES: Final = frozenset({"profiler"})
 _UNINITIALISED: Final = frozenset(
@@ -32,48 +36,9 @@ _UNINITIALISED: Final = frozenset(
 )
 """Their values are whatever was in memory."""
 
-_OVERWRITING: Final = frozenset(
-    {
-        *("copy", "fill", "zero", "normal", "uniform", "bernoulli", "exponential", "random"),
-        *("geometric", "log_normal", "cauchy"),
-    }
-)
-"""In-place operations that do not read what they replace."""
 
-_OPERANDS: Final = frozenset(
-    {"self", "other", "value", "exponent", "weight", "min", "max", "fill_value"}
-)
-"""Names of arguments that are numbers where they could be tensors."""
-
-_SILENT: Final = frozenset(
-    {"pin_memory", "non_blocking", "memory_format", "layout", "device", "copy", "implicit"}
-)
-"""Arguments that change where a result lies, not what it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A tensor that an operation is given.
-
-    Attributes:
-        read: Whether its value matters: not for `out=` and what is filled.
-        written: Whether the operation changes it in place.
-        listed: Whether it is one of a list, and its place there.
-    """
-
-    tensor: torch.Tensor
-    read: bool
-    written: bool
-    listed: bool
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What is recorded as one operation: indices of its arguments, and its outputs."""
-
-    arguments: Sequence[int]
-    outputs: Sequence[torch.Tensor]
+Made = tuple[str, bytes, torch.dtype, tuple[int, ...]]
+"""An operation's name, and digest, dtype and shape of a result."""
 
 
 Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -95,15 +60,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OperationHooks:
-    """Records the operations of this thread."""
+    """Records operations, wherever and on whichever thread they run."""
 
     def __init__(self, state: State, patches: Patches) -> None:
         self._state = state
         self._patches = patches
         self._events = OperationEvents(state.tape, "pytorch")
         self._flow = DataFlow()
+        self._nodes = Nodes()
         self._digests: dict[int, bytes] = {}
-        self._nodes: dict[int, tuple[int, Place]] = {}
+        self._made: dict[Made, int] = {}
         self._owners: dict[int | None, str] = {}
         self._step = -1
         self._lock = threading.RLock()
@@ -112,58 +78,90 @@ class OperationHooks:
         mode: Any = _Mode(self._dispatch)
         mode.__enter__()
         self._patches.on_undo(mode.__exit__, None, None, None)
+        self._patches.replace(threading.Thread, "run", self._wrap_thread)
+        frame = torch.utils.checkpoint._CheckpointFrame
+        self._patches.replace(frame, "__init__", self._wrap_checkpoint)
+
+    def _wrap_thread(self, original: Callable[..., None]) -> Callable[..., None]:
+        def run(thread: threading.Thread) -> None:
+            mode: Any = _Mode(self._dispatch)  # modes are a thread's own
+            with mode:
+                original(thread)
+
+        return run
+
+    def _wrap_checkpoint(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(frame: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            def again(*inputs: Any) -> Any:
+                with self._state.repeated():
+                    return recompute(*inputs)
+
+            original(frame, again, *args, **kwargs)
+
+        return init
 
     def _dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        node = self._nodes.made()
         place = self._place(args) if self._state.recording else None
         if place is None or getattr(func, "namespace", "") in _SKIPPED_NAMESPACES:
             result = func(*args, **kwargs)
             self._unseen(func, args, kwargs)
             return result
         with self._lock:
-            return self._run(func, args, kwargs, place)
+            if self._state.repeating:
+                return self._repeat(func, args, kwargs, node)
+            return self._run(func, args, kwargs, place, node)
 
     # ---- where an operation runs -----------------------------------------------------------
 
     def _place(self, args: Sequence[Any]) -> Place | None:
         """Stage and module path of the operation that runs now; None if it is not recorded."""
-        state, tape = self._state, self._state.tape
+        tape = self._state.tape
         if tape.evaluating:
             return None
         if tape.step != self._step:
             self._step = tape.step
-            self._flow.clear()
-            self._digests.clear()
-            self._nodes.clear()
-            self._owners.clear()
-        frame = tape.current
-        if in_backward():
-            place = self._backward_place()
-        elif frame is not None and state.stage != "loss":
-            place = Place("forward", frame.path)
-        elif state.stage == "optimizer":
-            place = Place("optimizer", self._parameter_path(args))
-        elif state.stage or (tape.root_calls and not state.evaluating):
-            place = Place(state.stage or "loss", frame.path if frame else "root")
-        else:
+            tables = self._events, self._flow, self._nodes, self._digests, self._made, self._owners
+            for table in tables:
+                table.clear()
+        place = self._backward_place() if in_backward() else self._forward_place()
+        if place is None:
             return None
-        if not tape.policy.records_operations(tape.step, place.path):
+        paths = self._owners_of(flat(args)) if place.phase == "optimizer" else {place.path}
+        if not any(tape.policy.records_operations(tape.step, path) for path in paths or {ROOT}):
             return None
         if not place.source:
             place.source, place.user_line = issuing_lines(_TORCH)
         return place
 
+    def _forward_place(self) -> Place | None:
+        state, frame = self._state, self._state.tape.current
+        if threading.get_ident() != state.thread:
+            # Frames are those of the thread that runs the model: its helpers are part of the root.
+            return None if frame is None else Place("forward", ROOT)
+        if frame is not None and state.stage != "loss":
+            return Place("forward", frame.path)
+        if state.stage == "optimizer":
+            return Place("optimizer", ROOT)
+        if state.stage or (state.tape.root_calls and not state.evaluating):
+            return Place(state.stage or "loss", frame.path if frame else ROOT)
+        return None
+
     def _backward_place(self) -> Place:
         node: Any = torch._C._current_autograd_node()
-        known = self._nodes.get(node._sequence_nr()) if node is not None else None
-        if known is None:
-            return Place("backward", "root")
-        place = known[1]
-        return Place("backward", place.path, place.source, place.user_line)
+        if node is None:
+            return Place("backward", ROOT)
+        known = self._nodes.of(node)
+        place = None if known is None else self._events.place_of(known)
+        if place is not None:
+            return Place("backward", place.path, place.source, place.user_line)
+        parameter = getattr(node, "variable", None)  # where a gradient is accumulated
+        named = None if parameter is None else self._state.roots.named(parameter)
+        return Place("backward", named.owners[0] if named and named.owners else ROOT)
 
-    def _parameter_path(self, args: Sequence[Any]) -> str:
-        """Path of the parameter that an update works on, as far as the arguments tell."""
-        owners = {owner for tensor in _flat(args) if (owner := self._owner(tensor))}
-        return owners.pop() if len(owners) == 1 else "root"
+    def _owners_of(self, arguments: Sequence[torch.Tensor]) -> set[str]:
+        """Paths of the parameters that an update works on, as far as its arguments tell."""
+        return {owner for tensor in arguments if (owner := self._owner(tensor))}
 
     def _owner(self, tensor: torch.Tensor) -> str:
         known = self._state.memory_names.get(address_of(tensor))
@@ -174,8 +172,15 @@ class OperationHooks:
 
     # ---- one operation ---------------------------------------------------------------------
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place) -> Any:
-        arguments = list(_tensors(func, args, kwargs))
+    def _run(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        place: Place,
+        node: range,
+    ) -> Any:
+        arguments = list(tensors(func, args, kwargs))
         found = [self._order(a.tensor, place) if a.read else None for a in arguments]
         bases = [self._base(a.tensor) if a.written else None for a in arguments]
         given = [self._flow.key(a.tensor) for a in arguments]
@@ -184,52 +189,76 @@ class OperationHooks:
             return result
         outputs = [a.tensor for a in arguments if a.written]
         written = bool(outputs)
-        outputs = outputs or _flat(result)
+        outputs = outputs or flat(result)
         if not written and all(self._flow.key(tensor) in given for tensor in outputs):
             return result  # nothing is new: `detach` returns what it was given
-        plain, operands = _plain_arguments(func, args, kwargs)
-        for share in _shares(func, arguments, outputs):
+        plain, operands = plain_arguments(func, args, kwargs)
+        for share in shares(func, arguments, outputs):
+            own = [arguments[i] for i in share.arguments]
             inputs = [order for i in share.arguments if (order := found[i]) is not None]
             attributes = self._attributes(func, plain)
             if written:
                 base = next((bases[i] for i in share.arguments if bases[i] is not None), None)
                 attributes |= {} if base is None else {"inplace": base}
             else:
-                attributes |= self._view_of([arguments[i] for i in share.arguments], share.outputs)
-            operation = Operation(str(func), place, inputs, plain, operands, attributes)
-            self._record(operation, share.outputs, written)
+                attributes |= self._view_of(own, share.outputs)
+            where = self._of_parameter(place, own)
+            if not self._state.tape.policy.records_operations(self._step, where.path):
+                continue  # another parameter of a list of them
+            operation = Operation(str(func), where, inputs, plain, operands, attributes)
+            self._record(operation, share.outputs, written, node)
         return result
+
+    def _of_parameter(self, place: Place, arguments: Sequence[Argument]) -> Place:
+        """The same place; in an update, at the path of the parameter that it is an update of."""
+        if place.phase != "optimizer":
+            return place
+        owners = self._owners_of([argument.tensor for argument in arguments])
+        return replace(place, path=owners.pop() if len(owners) == 1 else ROOT)
 
     def _base(self, tensor: torch.Tensor) -> int | None:
         """Order of the event that a tensor's value comes from before it is written to."""
         held = self._flow.held(tensor)
         return None if held is None else held.order if held.current else held.sources[-1]
 
-    def _record(self, operation: Operation, outputs: Sequence[torch.Tensor], written: bool) -> None:
+    def _record(
+        self, operation: Operation, outputs: Sequence[torch.Tensor], written: bool, node: range
+    ) -> None:
         arrays = [to_numpy(tensor) for tensor in outputs]
         if any(array is None for array in arrays):
             self._state.tape.note("operations on tensors without plain values were left out")
         orders = self._events.outputs(operation, arrays)
         for tensor, array, order in zip(outputs, arrays, orders, strict=True):
-            if array is not None and order is not None:
-                self._flow.hold(tensor, order, written=written)
-                self._digests[order] = digest(array)
-                # A norm over all parameters is summed from numbers that belong to none of them.
-                if operation.place.phase == "optimizer" and tensor.ndim:
-                    self._owners[order] = operation.place.path
+            if array is None or order is None:
+                continue
+            self._flow.hold(tensor, order, written=written)
+            self._digests[order] = digest(array)
+            self._made[_made(operation.name, tensor, self._digests[order])] = order
+            # A norm over all parameters is summed from numbers that belong to none of them.
+            if operation.place.phase == "optimizer" and tensor.ndim:
+                self._owners[order] = operation.place.path
         if orders and orders[0] is not None:
-            self._remember_node(orders[0], operation.place)
+            self._nodes.belong(node, orders[0])
 
-    def _remember_node(self, order: int, place: Place) -> None:
-        """Notes which forward operation the autograd node that was made last belongs to."""
-        if place.phase != "backward" and torch.is_grad_enabled():
-            made: Any = torch._C._autograd._get_sequence_nr()
-            self._nodes.setdefault(made - 1, (order, place))
+    def _repeat(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: range
+    ) -> Any:
+        """Runs an operation that a checkpoint computes again: its events are on the tape."""
+        written = [a.tensor for a in tensors(func, args, kwargs) if a.written]
+        result = func(*args, **kwargs)
+        for tensor in written or flat(result):
+            array = to_numpy(tensor)
+            made = None if array is None else _made(str(func), tensor, digest(array))
+            order = self._made.get(made) if made is not None else None
+            if order is not None:
+                self._flow.hold(tensor, order, written=bool(written))
+                self._nodes.belong(node, order)
+        return result
 
     def _unseen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            for argument in _tensors(func, args, kwargs):
+            for argument in tensors(func, args, kwargs):
                 if argument.written:
                     self._flow.forget(argument.tensor)
 
@@ -248,6 +277,8 @@ class OperationHooks:
             return None
         order: int | None
         if held is None:
+            if place.phase == "optimizer":
+                place = replace(place, path=self._owner(tensor) or ROOT)
             order = self._events.leaf(place, self._leaf_name(tensor), array)
         elif held.order is not None and self._digests.get(held.order) == digest(array):
             order = held.order
@@ -260,15 +291,24 @@ class OperationHooks:
 
     def _alias(self, tensor: torch.Tensor, held: Held, place: Place) -> int | None:
         attributes = {"view_of": held.sources[-1]}
-        operation = Operation(ALIAS, place, held.sources, attributes=attributes)
+        operation = Operation(
+            f"aten.{ALIAS}", place, held.sources, attributes=attributes, canonical=ALIAS
+        )
         return self._events.outputs(operation, [to_numpy(tensor)])[0]
 
     def _leaf_name(self, tensor: torch.Tensor) -> str:
+        """Name of a parameter, of an argument of a module that runs, or of what is updated."""
         named = self._state.roots.named(tensor)
         if named is not None:
             return named.path
         known = self._state.memory_names.get(address_of(tensor))
-        return known[1] if known else "constant"
+        if known:
+            return known[1]
+        for depth, ports in enumerate(self._state.given):
+            for port, value in ports.tensors if depth else ports.named():
+                if value is tensor:
+                    return port
+        return "constant"
 
     # ---- what is known about it ------------------------------------------------------------
 
@@ -280,8 +320,8 @@ class OperationHooks:
         node: Any = torch._C._current_autograd_node() if in_backward() else None
         if node is not None:
             attributes["autograd_node"] = node.name()
-            if known := self._nodes.get(node._sequence_nr()):
-                attributes["forward_order"] = known[0]
+            if (order := self._nodes.of(node)) is not None:
+                attributes["forward_order"] = order
         return attributes
 
     def _view_of(
@@ -295,101 +335,5 @@ class OperationHooks:
         return {}
 
 
-# ---- arguments ----------------------------------------------------------------------------------
-
-
-def _tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Argument]:
-    """Tensor arguments in the order of the schema, those of lists one by one."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator
-        for index, tensor in enumerate(_flat([*args, *kwargs.values()])):
-            yield Argument(tensor, True, False, False, index)
-        return
-    overwrites = base_name("pytorch", str(func)) in _OVERWRITING
-    for place, argument in enumerate(schema.arguments):
-        if place < len(args):
-            value = args[place]
-        elif argument.name in kwargs:
-            value = kwargs[argument.name]
-        else:
-            continue
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        read = not (written and (overwrites or argument.is_out))
-        listed = not isinstance(value, torch.Tensor)
-        for index, tensor in enumerate(_flat(value)):
-            yield Argument(tensor, read, written, listed, index)
-
-
-def _shares(
-    func: Any, arguments: Sequence[Argument], outputs: Sequence[torch.Tensor]
-) -> Iterator[Share]:
-    """An operation as one, or one for each tensor where it works on lists (`_foreach_add_`)."""
-    schema = getattr(func, "_schema", None)
-    name = schema.name.partition("::")[2] if schema is not None else ""
-    if not name.startswith(("_foreach", "_fused_ad", "_fused_sgd")):
-        yield Share(range(len(arguments)), outputs)
-        return
-    count = 1 + max((a.place for a in arguments if a.listed), default=-1)
-    written = [i for i, argument in enumerate(arguments) if argument.written]
-    for place in range(count):
-        own = [i for i, a in enumerate(arguments) if not a.listed or a.place == place]
-        if written:
-            yield Share(own, [arguments[i].tensor for i in own if arguments[i].written])
-        else:
-            yield Share(own, outputs[place : place + 1])
-
-
-def _flat(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result or argument, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _flat(item)]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in _flat(item)]
-    return []
-
-
-def _plain_arguments(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[Any]]:
-    """Arguments that are no tensors: attributes by name, and the operands where one is a number."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return {}, []
-    takes_numbers = takes_scalar_operands(canonical_operation("pytorch", str(func)))
-    attributes: dict[str, Any] = {}
-    operands: list[Any] = []
-    for place, argument in enumerate(schema.arguments):
-        given = place < len(args) or argument.name in kwargs
-        if not given:
-            continue
-        value = args[place] if place < len(args) else kwargs[argument.name]
-        is_number = isinstance(value, bool | int | float)
-        if isinstance(value, torch.Tensor):
-            operands.append(None)
-        elif is_number and takes_numbers and "Tensor" in str(argument.type):
-            operands.append(value)
-        elif is_number and takes_numbers and str(argument.type) == "number":
-            if argument.name in _OPERANDS:
-                operands.append(value)
-            else:
-                attributes[argument.name] = value
-        elif (
-            argument.name not in _SILENT
-            and not _flat(value)
-            and (plain := _plain(value)) is not None
-        ):
-            attributes[argument.name] = plain
-    return attributes, operands if any(operand is not None for operand in operands) else []
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value, or None for what says nothing about the result (device, memory format)."""
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None
+def _made(name: str, tensor: torch.Tensor, of_value: bytes) -> Made:
+    return name, of_value, tensor.dtype, tuple(tensor.shape)

@@ -69,8 +69,12 @@ class OptimizerHooks:
         @functools.wraps(original)
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
             outer, self._state.stage = self._state.stage, "optimizer"
+            clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            for parameter in clipped:
+                if (named := self._state.roots.named(parameter)) is not None:
+                    self._name_memory(named.path, parameter, {})
             try:
-                norm = original(parameters, max_norm, *args, **kwargs)
+                norm = original(clipped, max_norm, *args, **kwargs)
             finally:
                 self._state.stage = outer
             if self._state.recording:
@@ -140,7 +144,8 @@ class OptimizerHooks:
             names[address_of(parameter.grad)] = path, f"{path}:grad"
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                names[address_of(value)] = path, f"{path}:state.{name}"
+                owner = path if value.ndim else ""  # a counter is no part of the arithmetic
+                names[address_of(value)] = owner, f"{path}:state.{name}"
 
     def _path(self, index: int, parameter: torch.Tensor) -> str:
         """Path of a parameter, or its place in the optimizer if it belongs to no root."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.pytorch_roots import Roots
-from tracediff.recorders.pytorch_tensors import to_numpy
+from tracediff.recorders.pytorch_tensors import Ports, to_numpy
 from tracediff.recording import Frame, Tape
 
 
@@ -23,11 +24,14 @@ class State:
         optimizer_seen: An optimizer exists in the process, so steps are counted by its updates
             and calls without gradients are evaluations.
         stage: `loss` or `optimizer` while code of that stage runs outside of modules, else "".
-        memory_names: Address of the memory of parameters, gradients and state that are about to
-            be updated -> path of the parameter and name of the tensor.
+        memory_names: Address of the memory of gradients and state that are about to be updated,
+            and of their parameters -> path of the parameter and name of the tensor.
         backward_call: Index of the backward pass within the step (of the micro-batch).
         open: Calls that are running, innermost last; None for a repeated one that was not
             recorded the first time.
+        given: Arguments of the calls that are running, innermost last.
+        repeating: Whether a checkpoint computes again what it computed before.
+        thread: Identity of the thread that runs the model.
         segments: For each reentrant checkpoint that runs for the first time, its calls so far.
         active: Whether the recorder is attached; hooks on tensors outlive it.
     """
@@ -42,6 +46,9 @@ class State:
         self.backward_call = 0
         self.open: list[Frame | None] = []
         self.segments: list[list[Frame]] = []
+        self.given: list[Ports] = []
+        self.repeating = False
+        self.thread = 0
         self.active = True
         self._sources: tuple[int, tuple[int, ...]] = (0, ())
         self._emitted: dict[tuple[str, int, str], int] = defaultdict(int)
@@ -65,6 +72,24 @@ class State:
         """Orders of the latest outputs that a loss can have been computed from."""
         step, orders = self._sources
         return orders if step == self.tape.step else ()
+
+    @contextmanager
+    def giving(self, ports: Ports) -> Iterator[None]:
+        """For the duration of the block, a call runs that was given these arguments."""
+        self.given.append(ports)
+        try:
+            yield
+        finally:
+            self.given.pop()
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """For the duration of the block, a checkpoint computes something again."""
+        outer, self.repeating = self.repeating, True
+        try:
+            yield
+        finally:
+            self.repeating = outer
 
     def offer(self, orders: Sequence[int]) -> None:
         """Names the events that the next loss may have been computed from."""

@@ -246,7 +246,7 @@ def base_name(stack: str, name: str) -> str:
     `mylib.fused.default` -> `mylib.fused`.
     """
     if stack == "mlx":
-        package, *_, own = name.split(".")
+        package, own = name.partition(".")[0], name.rpartition(".")[2]
         if package not in _MLX_PACKAGES:
             return name
         return f"random.{own}" if name.startswith("mlx.random.") else own

@@ -88,7 +88,7 @@ class RecorderConformance:
 
     def test_recording_does_not_change_the_weights(self, tmp_path: Path) -> None:
         plain = self.train(steps=3)
-        for level in ("module", "digest"):
+        for level in ("module", "digest", "op"):
             recorded = self._recorded(tmp_path / level, level)
             assert plain.keys() == recorded.keys()
             assert all(np.array_equal(plain[name], recorded[name]) for name in plain)
@@ -131,6 +131,31 @@ class RecorderConformance:
         with Trace(tmp_path / "run") as trace:
             for event in trace.events():
                 assert all(0 <= order < event.order for order in event.inputs)
+
+    def test_operations_and_their_inputs_form_a_closed_graph(self, tmp_path: Path) -> None:
+        self._recorded(tmp_path / "run", "op")
+        with Trace(tmp_path / "run") as trace:
+            events = [e for e in trace.events(1) if e.attributes.get("level") == "op"]
+        orders = {event.order for event in events}
+        assert {"forward", "loss", "backward", "optimizer"} <= {e.site.phase for e in events}
+        for event in events:
+            assert set(event.inputs) <= orders
+            assert event.attributes["canonical"] == event.site.path.rpartition("@")[2]
+            assert not (event.attributes.get("leaf") and event.inputs)
+
+    def test_operations_leave_the_other_events_as_they_are(self, tmp_path: Path) -> None:
+        sites = []
+        for level in ("module", "op"):
+            self._recorded(tmp_path / level, level)
+            with Trace(tmp_path / level) as trace:
+                sites.append(
+                    [
+                        (str(event.site), event.digest)
+                        for event in trace.events()
+                        if event.attributes.get("level") != "op" and event.site.phase != "rng"
+                    ]
+                )
+        assert sites[0] == sites[1]
 
     def test_what_ran_before_an_exception_is_kept(self, tmp_path: Path) -> None:
         try:

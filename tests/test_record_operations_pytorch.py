@@ -1,0 +1,433 @@
+"""Operations of PyTorch: what is recorded of functions small enough to work out by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pytorch_jobs import Recording, fine_tune, llama, recorder_into, recording  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from tracediff.events import Event, Run  # noqa: E402
+from tracediff.recorders.pytorch_recorder import Recorder  # noqa: E402
+from tracediff.recording import Policy, Tape, attached  # noqa: E402
+from tracediff.trace import TraceWriter  # noqa: E402
+
+
+class Function(nn.Module):
+    """A function of x and one parameter, as a model."""
+
+    def __init__(self, function: Callable[..., Any], weight: Any = None) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(3) if weight is None else weight)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, self.weight)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Callable[..., Recording]:
+    return recorder_into(tmp_path)
+
+
+def operations(trace: Recording, phase: str = "", leaves: bool = False) -> list[Event]:
+    return [
+        event
+        for event in trace.events
+        if event.attributes.get("level") == "op"
+        and phase in ("", event.site.phase)
+        and (leaves or not event.attributes.get("leaf"))
+    ]
+
+
+def names(trace: Recording, phase: str = "") -> list[str]:
+    return [event.attributes["canonical"] for event in operations(trace, phase)]
+
+
+def sources(trace: Recording, event: Event) -> list[str]:
+    """Canonical names (of leaves, their own) of what an event was computed from."""
+    by_order = {e.order: e for e in trace.events if e.site.step == event.site.step}
+    inputs = [by_order[order] for order in event.inputs]
+    return [e.attributes.get("name") or e.attributes["canonical"] for e in inputs]
+
+
+def forward(record: Callable[..., Recording], function: Callable[..., Any], x: Any) -> Recording:
+    model = Function(function)
+
+    def job() -> None:
+        model(x)
+
+    return record(job, "op")
+
+
+X = torch.arange(6.0).reshape(2, 3) - 2
+
+
+def test_a_product_and_a_sum(record: Callable[..., Recording]) -> None:
+    trace = forward(record, lambda x, w: x @ w.diag() + w, X)
+    assert names(trace) == ["diag_embed" if n == "diag_embed" else n for n in names(trace)]
+    product, total = operations(trace)[-2:]
+    assert (product.op, total.op) == ("aten.mm.default", "aten.add.Tensor")
+    assert sources(trace, total) == ["matmul", "weight"]
+    assert sources(trace, product)[0] == "x"
+    assert str(total.site) == "0/forward/root@add#0:out"
+    assert total.source.startswith("test_record_operations_pytorch.py:")
+    np.testing.assert_array_equal(trace.trace.array(total), X.numpy() + 1)
+
+
+def test_a_norm_written_by_hand(record: Callable[..., Recording]) -> None:
+    def norm(x: Any, w: Any) -> Any:
+        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    trace = forward(record, norm, X)
+    assert names(trace) == ["pow", "mean", "add", "rsqrt", "mul", "mul"]
+    power, mean, added, root, scaled, out = operations(trace)
+    assert power.attributes["operands"] == [None, 2]
+    assert mean.attributes["args"] == {"dim": [-1], "keepdim": True}
+    assert added.attributes["operands"] == [None, 1e-6]
+    assert [sources(trace, e) for e in (power, mean, added, root)] == [
+        ["x"],
+        ["pow"],
+        ["mean"],
+        ["add"],
+    ]
+    assert sources(trace, scaled) == ["x", "rsqrt"]
+    assert out.inputs[1] == scaled.order
+
+
+def test_an_operation_in_place_is_what_is_read_afterwards(
+    record: Callable[..., Recording],
+) -> None:
+    def function(x: Any, w: Any) -> Any:
+        y = x * w
+        y.relu_()
+        return y + 1
+
+    trace = forward(record, function, X)
+    product, relu, total = operations(trace)
+    assert (relu.op, relu.attributes["canonical"]) == ("aten.relu_.default", "relu")
+    assert relu.attributes["inplace"] == product.order
+    assert total.inputs == (relu.order,)
+    assert (trace.trace.array(product) < 0).any()  # a copy, taken before it was changed
+    np.testing.assert_array_equal(trace.trace.array(relu), np.maximum(X.numpy(), 0))
+
+
+def test_a_tensor_changed_through_a_view_of_it(record: Callable[..., Recording]) -> None:
+    def function(x: Any, w: Any) -> Any:
+        y = x * w
+        y.view(-1)[0:3].mul_(5)
+        return y + 1
+
+    trace = forward(record, function, X)
+    product, view, part, changed, again, total = operations(trace)
+    assert names(trace) == ["mul", "reshape", "slice", "mul", "alias", "add"]
+    assert view.attributes["view_of"] == product.order
+    assert part.attributes["view_of"] == view.order
+    assert changed.attributes["inplace"] == part.order
+    assert set(again.inputs) == {product.order, changed.order}
+    assert total.inputs == (again.order,)
+    expected = X.numpy().copy()
+    expected[0] *= 5
+    np.testing.assert_array_equal(trace.trace.array(again), expected)
+
+
+def test_what_another_view_wrote_elsewhere_changes_nothing(
+    record: Callable[..., Recording],
+) -> None:
+    def function(x: Any, w: Any) -> Any:
+        y = x * w
+        left, right = y[:1], y[1:]
+        left.mul_(5)
+        return right + 1
+
+    trace = forward(record, function, X.detach())
+    assert names(trace) == ["mul", "slice", "slice", "mul", "add"]
+    assert operations(trace)[-1].inputs == (operations(trace)[2].order,)
+
+
+def test_memory_that_is_used_again_is_not_mistaken(record: Callable[..., Recording]) -> None:
+    def function(x: Any, w: Any) -> Any:
+        for _ in range(5):
+            (x * w).abs()  # freed each time, so that the next may have its address
+        return x - 1
+
+    trace = forward(record, function, X)
+    assert names(trace) == ["mul", "abs"] * 5 + ["sub"]
+    assert all(sources(trace, e)[0] == "x" for e in operations(trace)[::2])
+
+
+def test_dropout_draws(record: Callable[..., Recording]) -> None:
+    trace = forward(record, lambda x, w: nn.functional.dropout(x * w, 0.5), X)
+    drawing = [e.attributes["canonical"] for e in operations(trace) if e.attributes.get("rng")]
+    assert drawing == ["bernoulli"]
+
+
+def test_the_gradient_of_a_product(record: Callable[..., Recording]) -> None:
+    model = Function(lambda x, w: x * w)
+    x = X.clone().requires_grad_()
+
+    def job() -> None:
+        model(x).backward(torch.full((2, 3), 3.0))
+
+    trace = record(job, "op")
+    product = operations(trace, "forward")[0]
+    of_w, of_x, summed = (e for e in operations(trace, "backward") if e.op != "aten.view.default")
+    assert {of_x.op, of_w.op} == {"aten.mul.Tensor"}
+    assert summed.op.startswith("aten.sum")
+    for event in (of_x, of_w, summed):
+        assert event.attributes["forward_order"] == product.order
+        assert event.attributes["autograd_node"] == "MulBackward0"
+        assert event.source == product.source
+        assert event.site.path.startswith("root@")
+    by_operand = {sources(trace, event)[1]: event for event in (of_x, of_w)}
+    np.testing.assert_array_equal(trace.trace.array(by_operand["x"]), 3 * X.numpy())
+    np.testing.assert_array_equal(trace.trace.array(summed), 3 * X.numpy().sum(0, keepdims=True))
+
+
+ADAMW = ["mul", "lerp", "mul", "addcmul", "sqrt", "div", "add", "addcdiv"]
+"""torch.optim.adamw without amsgrad, per parameter: decay, both moments, denominator, step."""
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_update_by_adamw(record: Callable[..., Recording], foreach: bool) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+
+    def job() -> None:
+        for _ in range(2):
+            model(X).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = record(job, "op")
+    for name in ("weight", "bias"):
+        events = [
+            e
+            for e in operations(trace, "optimizer")
+            if e.site.step == 1 and e.site.path.startswith(f"{name}@")
+        ]
+        assert sorted(e.attributes["canonical"] for e in events) == sorted(ADAMW)
+        last = next(e for e in events if e.attributes["canonical"] == "addcdiv")
+        np.testing.assert_array_equal(trace.trace.array(last), trace[f"1/optimizer/{name}:param"])
+        moment = next(e for e in events if e.attributes["canonical"] == "lerp")
+        assert sources(trace, moment)[0] == f"{name}:state.exp_avg"
+
+
+def test_recording_changes_no_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    losses, weights = fine_tune(steps=1)
+    torch.manual_seed(0)
+    with recording(tmp_path / "run", "op"):
+        recorded_losses, recorded = fine_tune(steps=1)
+    assert losses == recorded_losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, recorded, strict=True))
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that return floating-point tensors of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensor = result[0] if isinstance(result, tuple | list) else result
+        named = func._schema.name.partition("::")[2]
+        is_float = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        if is_float and not named.startswith("empty") and not self._same(tensor, args):
+            self.seen[str(func)] += 1
+        return result
+
+    @staticmethod
+    def _same(tensor: Any, args: Any) -> bool:
+        """Whether an operation only handed through what it was given, as `detach` does."""
+        given = args[0] if args else None
+        return (
+            isinstance(given, torch.Tensor)
+            and tensor.data_ptr() == given.data_ptr()
+            and (tensor.shape, tensor.stride()) == (given.shape, given.stride())
+        )
+
+
+def test_every_floating_point_operation_of_a_llama_is_there(
+    record: Callable[..., Recording],
+) -> None:
+    model = llama()
+    ids = torch.arange(10).reshape(2, 5)
+
+    def job() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    with Counting() as counting:
+        job()
+    model.zero_grad()
+    trace = record(job, "op")
+    found = Counter(
+        event.op
+        for event in operations(trace)
+        if event.dtype.startswith("float") and event.site.port in ("out", "out.0")
+    )
+    assert sum(counting.seen.values()) > 150
+    assert not counting.seen - found
+    norm = next(e for e in operations(trace) if e.attributes["canonical"] == "rsqrt")
+    assert norm.source.startswith("modeling_llama.py:")
+    assert norm.attributes["user_line"].startswith("test_record_operations_pytorch.py:")
+
+
+def test_recorded_inputs_give_the_recorded_outputs(record: Callable[..., Recording]) -> None:
+    """The graph is right where the operation, run again on its inputs' payloads, gives its own."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ids = torch.arange(10).reshape(2, 5)
+
+    def job() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+
+    trace = record(job, "op")
+    by_order = {event.order: event for event in trace.events if event.site.step == 0}
+    run = {"mul": torch.mul, "add": torch.add, "matmul": torch.matmul, "sub": torch.sub}
+    checked: Counter[str] = Counter()
+    for event in operations(trace):
+        name = event.attributes["canonical"]
+        if name not in run or len(event.inputs) != 2 or event.attributes.get("args"):
+            continue
+        a, b = (torch.tensor(trace.trace.array(by_order[order])) for order in event.inputs)
+        assert torch.allclose(run[name](a, b), torch.tensor(trace.trace.array(event)), atol=1e-6)
+        checked[event.site.phase] += 1
+    assert checked["forward"] > 30
+    assert checked["backward"] > 60
+
+
+# ---- selection ----------------------------------------------------------------------------------
+
+
+def select(path: Path, job: Callable[[], Any], **policy: Any) -> Recording:
+    writer = TraceWriter(path, Run(stack="pytorch", level="op"))
+    tape = Tape(writer, Policy(level="op", **policy))
+    with writer, attached(Recorder(tape)):
+        job()
+    return Recording(path)
+
+
+@pytest.mark.parametrize("only", ["model.layers.1.mlp", "model.layers.1.m*"])
+def test_only_one_module(tmp_path: Path, only: str) -> None:
+    model = llama()
+    ids = torch.arange(10).reshape(2, 5)
+
+    def job() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    trace = select(tmp_path / "run", job, only=only)
+    paths = {event.site.path.partition("@")[0] for event in operations(trace, leaves=True)}
+    inside = "model.layers.1.mlp"
+    assert paths == {f"{inside}{rest}" for rest in ("", ".gate_proj", ".up_proj", ".down_proj")} | {
+        f"{inside}.act_fn"
+    }
+    assert {event.site.phase for event in operations(trace)} == {"forward", "backward"}
+    entering = next(e for e in operations(trace, leaves=True) if e.attributes.get("name") == "in")
+    np.testing.assert_array_equal(trace.trace.array(entering), trace[f"0/forward/{inside}#0:in"])
+    kept = {event.site.path.partition("@")[0] for event in trace.events if event.payload}
+    kept -= {event.site.path for event in trace.events if event.kind != "tensor"}
+    assert all(path.startswith(inside) for path in kept)
+
+
+def test_only_some_steps(tmp_path: Path) -> None:
+    model = Function(lambda x, w: x * w)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def job() -> None:
+        for _ in range(3):
+            model(X).sum().backward()
+            optimizer.step()
+
+    trace = select(tmp_path / "run", job, steps=[range(1, 2)])
+    assert {event.site.step for event in operations(trace)} == {1}
+
+
+# ---- what runs elsewhere ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_repeats_is_recorded_once(
+    record: Callable[..., Recording], reentrant: bool
+) -> None:
+    def inner(x: Any, w: Any) -> Any:
+        return torch.tanh(x * w) * 2
+
+    def outer(x: Any, w: Any) -> Any:
+        return checkpoint(inner, x, w, use_reentrant=reentrant)
+
+    found = []
+    for function in (inner, outer):
+        model = Function(function)
+        x = X.clone().requires_grad_()
+
+        def job(model: Any = model, x: Any = x) -> None:
+            model(x).sum().backward()
+
+        trace = record(job, "op")
+        assert names(trace, "forward") == ["mul", "tanh", "mul"]
+        by_order = {event.order: event for event in operations(trace)}
+        found.append(
+            sorted(
+                (event.op, by_order[event.attributes["forward_order"]].op)
+                for event in operations(trace, "backward")
+                if "forward_order" in event.attributes and "view" not in event.op
+            )
+        )
+    assert found[0] == found[1]
+    assert ("aten.tanh_backward.default", "aten.tanh.default") in found[0]
+
+
+def test_a_thread_of_the_model_is_seen(record: Callable[..., Recording]) -> None:
+    def function(x: Any, w: Any) -> Any:
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(torch.exp(x)))
+        thread.start()
+        thread.join()
+        return results[0] * w
+
+    trace = forward(record, function, X)
+    assert names(trace) == ["exp", "mul"]
+    assert sources(trace, operations(trace)[1]) == ["exp", "weight"]
+
+
+def test_an_operation_of_the_users_own(record: Callable[..., Recording]) -> None:
+    @torch.library.custom_op("tracediff_tests::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    trace = forward(record, lambda x, w: double(x) + w.detach(), X)
+    assert names(trace) == ["tracediff_tests.double", "add"]
+    np.testing.assert_array_equal(trace.trace.array(operations(trace)[0]), 2 * X.numpy())
+
+
+def test_a_second_derivative(record: Callable[..., Recording]) -> None:
+    model = Function(lambda x, w: (x * w) ** 3)
+    x = X.clone().requires_grad_()
+
+    def job() -> None:
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        grad.sum().backward()
+
+    trace = record(job, "op")
+    by_order = {event.order: event for event in operations(trace)}
+    of = {
+        by_order[event.attributes["forward_order"]].site.phase
+        for event in operations(trace, "backward")
+        if "forward_order" in event.attributes
+    }
+    assert "backward" in of
