@@ -133,7 +133,7 @@ class OperationHooks:
             ):
                 known.clear()
         frame = tape.current
-        if tape.evaluating:
+        if tape.evaluating or tape.skipping:
             return None
         if state.differentiating:  # of Python, only the user's own gradients run now
             place = Place("backward", ROOT)

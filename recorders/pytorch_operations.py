@@ -117,7 +117,7 @@ class OperationHooks:
     def _place(self, args: Sequence[Any]) -> Place | None:
         """Stage and module path of the operation that runs now; None if it is not recorded."""
         tape = self._state.tape
-        if tape.evaluating:
+        if tape.evaluating or tape.skipping:
             return None
         if tape.step != self._step:
             self._step = tape.step
