@@ -8,7 +8,15 @@ from typing import Final
 
 import numpy as np
 
-from tracediff.replayers.reference_rounding import arithmetic, is_narrow, stored, together, wide
+from tracediff.replayers.reference_rounding import (
+    arithmetic,
+    is_narrow,
+    reach_of,
+    storage,
+    stored,
+    together,
+    wide,
+)
 from tracediff.replaying import Call, Floats, Replayed
 
 _TANH_SCALE: Final = math.sqrt(2 / math.pi)
@@ -17,6 +25,9 @@ _FUNCTION: Final = 2.0
 """Spread of one evaluation of exp, tanh or erf, in units of the unit roundoff: libraries promise
 one to four units in the last place."""
 
+_SIGMOID_STORES: Final = 3
+"""16-bit kernels may store the exponential, its sum with 1 and the quotient."""
+
 
 def silu(call: Call) -> Replayed:
     """`x / (1 + exp(-x))`. Elfwing, Uchibe and Doya, 2018 (as SiL unit); swish with beta 1.
@@ -24,13 +35,15 @@ def silu(call: Call) -> Replayed:
     The relative error of `exp(-x)` is that of its argument, `|x| u`, and of the function.
     """
     data = wide(call.inputs["in"])
-    return _rounded(call, data * _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=2)
+    condition = 1 + np.abs(data) / _FUNCTION
+    return _rounded(call, data * _sigmoid(data), condition, stores=_SIGMOID_STORES + 1)
 
 
 def quick_gelu(call: Call) -> Replayed:
     """`x sigmoid(1.702 x)`. Hendrycks and Gimpel, "Gaussian error linear units", 2016."""
     data = wide(call.inputs["in"])
-    return _rounded(call, data * _sigmoid(1.702 * data), 1 + np.abs(data), stores=3)
+    condition = 1 + np.abs(data)
+    return _rounded(call, data * _sigmoid(1.702 * data), condition, stores=_SIGMOID_STORES + 2)
 
 
 def gelu(call: Call) -> Replayed | None:
@@ -72,7 +85,7 @@ def tanh(call: Call) -> Replayed:
 def sigmoid(call: Call) -> Replayed:
     """`1 / (1 + exp(-x))`."""
     data = wide(call.inputs["in"])
-    return _rounded(call, _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=1)
+    return _rounded(call, _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=_SIGMOID_STORES)
 
 
 def handed_through(call: Call) -> Replayed | None:
@@ -86,7 +99,13 @@ def handed_through(call: Call) -> Replayed | None:
 def _rounded(call: Call, value: Floats, condition: Floats, stores: int) -> Replayed:
     spread = _FUNCTION * arithmetic(call) * condition * np.abs(value)
     times = stores if is_narrow(call) else 1
-    return Replayed(value, together(spread, stored(call, value, times)), f"{call.op} {call.dtype}")
+    on_the_way = (stores - 1) * storage(call) * condition * np.abs(value)
+    return Replayed(
+        value,
+        together(spread, stored(call, value, times)),
+        f"{call.op} {call.dtype}",
+        reach_of(call, value, spread, on_the_way),
+    )
 
 
 def _sigmoid(x: Floats) -> Floats:

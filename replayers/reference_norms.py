@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from tracediff.replayers.reference_rounding import (
+    LARGEST,
     ROUNDING,
     arithmetic,
+    half_spacing,
     is_narrow,
     positive_sum,
+    reach_of,
     stored,
     together,
     wide,
@@ -28,15 +31,23 @@ def rms_norm(call: Call) -> Replayed | None:
     if eps is None or set(call.params) - {"weight"}:
         return None
     data = wide(x)
-    value = data / np.sqrt(np.mean(data**2, axis=-1, keepdims=True) + float(eps))
+    normed = data / np.sqrt(np.mean(data**2, axis=-1, keepdims=True) + float(eps))
+    gain = np.ones(1)
     if weight is not None:
         if weight.shape != x.shape[-1:]:
             return None
-        value = value * (wide(weight) + float(call.settings.get("offset", 0.0)))
+        gain = wide(weight) + float(call.settings.get("offset", 0.0))
+    value = normed * gain
     relative = positive_sum(arithmetic(call), x.shape[-1]) / 2 + 4 * ROUNDING * arithmetic(call)
+    error = relative * np.abs(value)
+    first = np.abs(gain) * half_spacing(call, normed, LARGEST * relative * np.abs(normed))
     times = 2 if is_narrow(call) else 1
-    spread = together(relative * np.abs(value), stored(call, value, times))
-    return Replayed(value, spread, f"{call.op} K={x.shape[-1]} {call.dtype}")
+    return Replayed(
+        value,
+        together(error, stored(call, value, times)),
+        f"{call.op} K={x.shape[-1]} {call.dtype}",
+        reach_of(call, value, error, first),
+    )
 
 
 def layer_norm(call: Call) -> Replayed | None:
@@ -56,17 +67,20 @@ def layer_norm(call: Call) -> Replayed | None:
     gain = 1.0 if weight is None else wide(weight)
     centred = data - data.mean(axis=-1, keepdims=True)
     variance = np.mean(centred**2, axis=-1, keepdims=True) + float(eps)
-    scaled = gain * centred / np.sqrt(variance)
+    normed = centred / np.sqrt(variance)
+    scaled = gain * normed
     accumulation = positive_sum(roundoff, x.shape[-1])
     of_mean = accumulation * np.mean(np.abs(data), axis=-1, keepdims=True)
     of_variance = accumulation * np.mean(data**2, axis=-1, keepdims=True) / variance / 2
     relative = of_variance + 4 * ROUNDING * roundoff
-    spread = together(
+    error = together(
         np.abs(gain) / np.sqrt(variance) * together(of_mean, ROUNDING * roundoff * np.abs(data)),
         relative * np.abs(scaled),
     )
     value = scaled if bias is None else scaled + wide(bias)
+    spread = together(error, stored(call, value))
     if is_narrow(call):
         spread = together(spread, stored(call, scaled, 2))
-    spread = together(spread, stored(call, value))
-    return Replayed(value, spread, f"{call.op} K={x.shape[-1]} {call.dtype}")
+    first = np.abs(gain) * half_spacing(call, normed)
+    reach = reach_of(call, value, error, first, half_spacing(call, scaled, first))
+    return Replayed(value, spread, f"{call.op} K={x.shape[-1]} {call.dtype}", reach)

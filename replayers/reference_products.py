@@ -12,6 +12,7 @@ from tracediff.replayers.reference_rounding import (
     ROUNDING,
     arithmetic,
     is_narrow,
+    storage,
     stored,
     together,
     wide,
@@ -67,7 +68,9 @@ def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, 
     bound for data of one sign (Higham and Mary 2019, theorem 3.1; 2020 for data of mean zero);
     where a few channels dominate, it stays right and `u |X| |W|` would be too small.
 
-    Operands that the hardware cuts short (TF32, bfloat16) add their own rounding of each term.
+    Operands that the hardware cuts short (TF32, bfloat16) add their own rounding of each term. A
+    product of 16-bit operands may be split along K, and the partial sums stored in 16 bits before
+    they are added: any number of parts has the sum of squares Q.
     """
     length = x.shape[-1]
     value = wide(x) @ wide(weight)
@@ -75,7 +78,10 @@ def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, 
     roundoff = arithmetic(call)
     variance = roundoff**2 * length * (squares / 6 + value**2 / 9)
     cut = float(call.settings.get("operand_roundoff", 0.0))
-    return value, np.sqrt(variance + 2 * (ROUNDING * cut) ** 2 * squares)
+    variance = variance + 2 * (ROUNDING * cut) ** 2 * squares
+    if is_narrow(call):
+        variance = variance + (ROUNDING * storage(call)) ** 2 * squares
+    return value, np.sqrt(variance)
 
 
 def _squares(array: NDArray[Any]) -> NDArray[np.float32]:

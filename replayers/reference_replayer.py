@@ -8,10 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from tracediff import replaying
+from tracediff.replayers import reference_attention as attention
 from tracediff.replayers import reference_elementwise as elementwise
+from tracediff.replayers import reference_glue as glue
 from tracediff.replayers import reference_losses as losses
 from tracediff.replayers import reference_norms as norms
 from tracediff.replayers import reference_products as products
@@ -26,6 +29,9 @@ class _Formula:
     function: Callable[[Call], Replayed | None]
     ports: frozenset[str] = frozenset({"in"})
     takes_params: bool = True
+
+
+_TWO: Final = frozenset({"in", "other"})
 
 
 def _plain(function: Callable[[Call], Replayed | None]) -> _Formula:
@@ -52,6 +58,19 @@ _FORMULAS: Final[tuple[tuple[re.Pattern[str], _Formula], ...]] = tuple(
             r"cross_entropy",
             _Formula(losses.cross_entropy, frozenset({"in", "labels"}), takes_params=False),
         ),
+        (
+            r"attention",
+            _Formula(
+                attention.attention,
+                frozenset({"in", "key", "value", "mask"}),
+                takes_params=False,
+            ),
+        ),
+        (r"copy", _plain(glue.copy)),
+        (r"add", _Formula(glue.add, _TWO, takes_params=False)),
+        (r"multiply", _Formula(glue.multiply, _TWO, takes_params=False)),
+        (r"gated SiLU", _Formula(partial(glue.gated, activation=elementwise.silu), _TWO, False)),
+        (r"gated GELU", _Formula(partial(glue.gated, activation=elementwise.gelu), _TWO, False)),
     )
 )
 

@@ -21,6 +21,9 @@ from tracediff.replaying import Call, Floats
 ROUNDING: Final = 1 / math.sqrt(3)
 """Standard deviation of one rounding, in units of the largest."""
 
+LARGEST: Final = 6.0
+"""Spreads that no error of many small ones exceeds: once in 1e9 for normal errors."""
+
 _SINGLE: Final = unit_roundoff("float32")
 
 
@@ -44,11 +47,44 @@ def stored(call: Call, value: Floats, times: float = 1.0) -> Floats:
 
     Below the smallest normal number the spacing is constant, or values are flushed to zero.
     """
-    low = np.finfo(np.float32).tiny if call.dtype != "float64" else np.finfo(np.float64).tiny
-    if call.dtype == "float16":
-        low = np.float64(2.0**-25)
-    result: Floats = math.sqrt(times) * ROUNDING * storage(call) * np.abs(value) + float(low)
+    result: Floats = math.sqrt(times) * ROUNDING * storage(call) * np.abs(value) + _lowest(call)
     return result
+
+
+def half_spacing(call: Call, value: Floats, error: Floats | float = 0.0) -> Floats:
+    """Largest error of rounding `value`, known up to `error`, to the nearest of the output's dtype.
+
+    Half the distance of neighbouring floats, which is constant between powers of two: a 16-bit
+    result that is off by 1% in all elements shows, whatever the sum over them.
+    """
+    _, exponent = np.frexp(np.abs(value) + error)
+    result: Floats = np.ldexp(storage(call), exponent - 1) + _lowest(call)
+    return result
+
+
+def reach_of(call: Call, value: Floats, spread: Floats, *roundings: Floats) -> Floats | None:
+    """Largest error of a result that is stored, with what it was computed from stored or not.
+
+    Args:
+        spread: Of the arithmetic alone.
+        roundings: Largest errors of storing what the result is computed from, as they show in it.
+
+    Returns:
+        None where results are stored with all the bits that they are computed with: the arithmetic
+        is all there is then, and of that only the spread is known.
+    """
+    if not is_narrow(call):
+        return None
+    reach = LARGEST * spread
+    for rounding in roundings:
+        reach = reach + rounding
+    return reach + half_spacing(call, value, reach)
+
+
+def _lowest(call: Call) -> float:
+    if call.dtype == "float16":
+        return 2.0**-25
+    return float(np.finfo(np.float64 if call.dtype == "float64" else np.float32).tiny)
 
 
 def together(*spreads: Floats) -> Floats:

@@ -47,11 +47,14 @@ class Replayed:
         spread: float64, of the same shape: standard deviation of the rounding error of each
             element, first order in the unit roundoff.
         derivation: Where the spread comes from, for people: `Linear K=576 float32`.
+        reach: float64, of the same shape: the largest error of each element in any correct
+            implementation, or None where the formula does not know all their roundings.
     """
 
     value: Floats
     spread: Floats
     derivation: str
+    reach: Floats | None = None
 
 
 class Replayer(ABC):

@@ -94,8 +94,10 @@ def _healed(judged: Judged, step: Step) -> bool:
     """Whether everything computed from a divergent value agrees again, sooner or later.
 
     A consistent re-layout (queries and keys permuted alike, positions shifted alike) leaves the
-    scores as they were; labels that differ only where the loss ignores them leave the loss. A
-    record or a message that differs matters only if the text or the token IDs do.
+    scores as they were, a shift of all logits of a row leaves the probabilities; labels that
+    differ only where the loss ignores them leave the loss. What a loss does not look at, or
+    averages away, is not healed: the logits are a result in themselves. A record or a message that
+    differs matters only if the text or the token IDs do.
     """
     site = judged.event.site
     if judged.relayout is not None:
@@ -110,15 +112,28 @@ def _healed(judged: Judged, step: Step) -> bool:
     reached, waiting = {judged.event.order}, [judged]
     while waiting:
         following = users[waiting.pop().event.order]
+        if (judged.kind, site.phase) == ("value", "forward"):
+            following = [user for user in following if _can_undo(user)]
         if not following:
             return False  # what nothing is computed from is a result
         for user in following:
             # A fault diluted below a bound has not healed: more than rounding is left of it.
-            unsound = user.mark == "diverged" or user.level.tainted
+            ignored = judged.kind == "value" and user.event.site.phase == "loss" and user.masked
+            unsound = user.mark == "diverged" or user.level.tainted or ignored
             if unsound and user.event.order not in reached:
                 reached.add(user.event.order)
                 waiting.append(user)
     return True
+
+
+def _can_undo(user: Judged) -> bool:
+    """Whether a divergence of the forward pass may be undone in a value computed from it.
+
+    Not in a total, which averages it away, nor in a gradient, which is zero where labels are
+    ignored.
+    """
+    phase = user.event.site.phase
+    return phase == "forward" or (phase == "loss" and user.event.shape != ())
 
 
 def _undone(relayout: Relayout, path: str, step: Step) -> bool:

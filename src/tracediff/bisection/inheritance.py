@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tracediff.bisection.referee import Memory
+from tracediff.bisection.memory import Memory
 from tracediff.bisection.relayouts import Relayout
 from tracediff.events import ROOT, STAGE_RANK, Event, Pair
 from tracediff.verdict import Bound, ErrorFigures
@@ -17,21 +17,30 @@ PARAM_SHARE: Final = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How far a value is apart: the part that rounding explains, and all of it."""
+    """How far a value is apart: the part that rounding explains, and all of it.
+
+    Attributes:
+        diverged: A divergence is in it, be it smaller than rounding.
+    """
 
     carry: float = 0.0
     actual: float = 0.0
+    diverged: bool = False
 
     @property
     def tainted(self) -> bool:
         """Whether more than rounding is passed on."""
-        return self.actual > self.carry
+        return self.diverged or self.actual > self.carry
 
     def share(self, part: float) -> Level:
-        return Level(part * self.carry, part * self.actual)
+        return Level(part * self.carry, part * self.actual, self.diverged)
 
     def __or__(self, other: Level) -> Level:
-        return Level(max(self.carry, other.carry), max(self.actual, other.actual))
+        return Level(
+            max(self.carry, other.carry),
+            max(self.actual, other.actual),
+            self.diverged or other.diverged,
+        )
 
 
 @dataclass(slots=True)
@@ -109,6 +118,23 @@ class Ledger:
     def settle(self, side: int, event: Event) -> None:
         """Has an unmatched event pass nothing on, whatever it was computed from."""
         self._of_order[side][event.order] = Level()
+
+    def level(self, pair: Pair) -> Level:
+        """How far a pair is apart that was judged before."""
+        return self._of_order[0].get(pair.baseline.order, Level())
+
+    def of_edges(self, pair: Pair) -> Level:
+        """How far what a pair was computed from is apart, parameters left out."""
+        return _worst(
+            self._level(side, order)
+            for side, event in enumerate((pair.baseline, pair.target))
+            for order in event.inputs
+        )
+
+    def of_params(self, pair: Pair) -> Level:
+        """How far the parameters of a pair's module are apart."""
+        events = enumerate((pair.baseline, pair.target))
+        return _worst(self._state.below(side, event.site.path) for side, event in events)
 
     def inherited(self, pair: Pair) -> Level:
         level = self._stage_level(pair.baseline)

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align import Alignment
+from tracediff.bisection import carry
+from tracediff.bisection.flow import Flow
 from tracediff.bisection.given import AsGiven, is_replay
 from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
@@ -26,6 +29,7 @@ from tracediff.bisection.referee import Referee, Ruling
 from tracediff.bisection.values import estimate, norm, read_pair
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
+from tracediff.compare.logits import normalised
 from tracediff.compare.masks import is_mask_port, visible
 from tracediff.compare.padding import Padding
 from tracediff.events import EXACT_KINDS, STAGE_RANK, Event, Pair
@@ -37,9 +41,6 @@ _MEAN: Final = FINGERPRINT_FIELDS.index("mean")
 _SMALLEST: Final = 1e-30
 _SUSPECT: Final = 1 / 8
 """Fraction of the cheap bound above which the referee looks at the whole of a costly operation."""
-
-_SHARED: Final = 1 / 8
-"""Fraction of a divergence above which what was computed from it has inherited it."""
 
 _LOADING_ULPS: Final = 2.0
 """Parameters may differ by the rounding of one conversion, and by no more."""
@@ -77,7 +78,10 @@ class StepJudge:
                 for event, _ in only:
                     if event.site.phase == "forward" and event.site.port.startswith("in"):
                         self._ledger.settle(which, event)
-        self._referee = Referee((traces[0], self._given or traces[1]), events, state.memory)
+        self._flow = Flow(alignment.pairs, events)
+        self._referee = Referee(
+            (traces[0], self._given or traces[1]), traces, events, state.memory, self._flow
+        )
         self._params_after = {
             pair.baseline.site.path: pair
             for pair in alignment.pairs
@@ -179,6 +183,8 @@ class StepJudge:
     def _judge_tensor(self, pair: Pair) -> Judged:
         inherited = self._ledger.inherited(pair)
         values = self._values(pair)
+        if values is not None and inherited.tainted and _are_logits(pair):
+            values = normalised(values[0]), normalised(values[1])
         if values is None:
             figures = estimate(pair)
         else:
@@ -187,17 +193,19 @@ class StepJudge:
             return self._beyond(pair, "nonfinite", inherited, figures)
         error = figures.error
         bound, explained = self._bound(pair, inherited, error, values)
-        level = _passed_on(pair, inherited, error.rel_l2)
-        ruling = self._ruling(pair, figures, bound, values)
         within = _within(pair, error, bound)
         if pair.baseline.site.phase == "loading" and values is not None:
             within = one_conversion_apart(*values)
-        if ruling is not None:
-            explained = ruling.within
-            within = ruling.within and (within or not inherited.tainted)
-            bound = ruling.bound
-        if inherited.tainted and error.rel_l2 > _SHARED * inherited.actual:
-            within = False  # as far apart as what it was computed from: passed on, not rounding
+        ruling = self._ruling(pair, figures, bound, values)
+        if ruling is None:
+            passing = carry.unruled(pair, inherited, error.rel_l2)
+            within = within and passing.healed
+        else:
+            passing = carry.ruled(pair, ruling, self._ledger, error.rel_l2)
+            inherited = passing.inherited
+            explained, bound = ruling.within, ruling.bound
+            within = ruling.within and passing.healed
+        level = passing.level
         noisy = self._options.widened(pair.baseline, bound, self.padding)
         if noisy is not None:
             bound, within = noisy, within or _within(pair, error, noisy)
@@ -212,7 +220,7 @@ class StepJudge:
                 level = Level(error.rel_l2, error.rel_l2)
             return Judged(pair, mark, error=error, bound=bound, masked=figures.masked, level=level)
         judged = self._beyond(pair, "value", inherited, figures, bound, explained)
-        judged.level = level
+        judged.level = replace(level, diverged=True)
         if ruling is not None and not ruling.within:
             judged.inherited = False
             judged.blame, judged.evidence, judged.note = ruling.blame, ruling.evidence, ruling.note
@@ -230,7 +238,7 @@ class StepJudge:
         clear = error.rel_l2 <= _SUSPECT * bound.rel_l2 and (
             error.max_rel <= _SUSPECT * bounds.ELEMENT_HEADROOM * bound.rel_l2
         )
-        if values is None or not error.differing or not self._referee.knows(pair):
+        if values is None or not error.differing:
             return None
         counts = self.padding.counts(pair.baseline, values[0].shape)
         return self._referee.rule(pair, values, counts, spot=clear)
@@ -409,13 +417,13 @@ def _within(pair: Pair, error: ErrorFigures, bound: Bound) -> bool:
     )
 
 
-def _passed_on(pair: Pair, inherited: Level, error: float) -> Level:
-    """What a pair passes on if it or its inputs are beyond rounding: rounding does not grow by it.
-
-    The part that rounding explains is then not what was measured, but what came in and was added.
-    """
-    local, _ = bounds.floor(pair.baseline, pair.target)
-    return Level(min(error, local + inherited.carry), error)
+def _are_logits(pair: Pair) -> bool:
+    """Whether a pair is what a cross-entropy over the last axis was given."""
+    events = pair.baseline, pair.target
+    return all(
+        (e.site.phase, e.site.port, e.op) == ("loss", "in", "cross_entropy") and e.shape
+        for e in events
+    )
 
 
 def _is_float(event: Event) -> bool:

@@ -1,0 +1,65 @@
+"""What a pair inherits and passes on: how much of its error rounding explains, and whether a
+divergence that came in was undone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from tracediff.bisection.inheritance import Ledger, Level
+from tracediff.bisection.referee import Ruling
+from tracediff.compare import bounds
+from tracediff.events import Pair
+
+_SHARED: Final = 1 / 8
+"""Fraction of the effect of a divergence above which it is still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """What a pair inherits and passes on.
+
+    Attributes:
+        healed: Whether no divergence came in, or what came in was undone.
+    """
+
+    inherited: Level
+    level: Level
+    healed: bool
+
+
+def unruled(pair: Pair, inherited: Level, error: float) -> Passing:
+    """Of a pair whose operation is not known: it may be as sensitive as any."""
+    local, _ = bounds.floor(pair.baseline, pair.target)
+    healed = not inherited.tainted or error <= _SHARED * inherited.actual
+    return Passing(inherited, Level(min(error, local + inherited.carry), error), healed)
+
+
+def ruled(pair: Pair, ruling: Ruling, ledger: Ledger, error: float) -> Passing:
+    """Of a pair that the referee recomputed, from the errors of its very sources.
+
+    Errors of rounding are passed on as a perturbation of the reference shows. A divergence has
+    been undone if the output is apart by no more than they explain, and by far less than the
+    divergence would have taken it: a small part of a sum is still a part of it.
+    """
+    if ruling.sources is None:
+        levels = {port: ledger.of_edges(pair) for port in ruling.call.inputs}
+        levels[""] = ledger.of_params(pair)
+    else:
+        levels = {port: ledger.level(source) for port, source in ruling.sources.items()}
+    inherited = Level()
+    for level in levels.values():
+        inherited |= level
+    if ruling.within and not inherited.tainted:
+        return Passing(inherited, Level(error, error), True)
+    came_in = ruling.passed_on({port: level.carry for port, level in levels.items()})
+    divergent = ruling.passed_on({port: level.actual for port, level in levels.items()})
+    carry = math.hypot(ruling.rounding, came_in or 0.0)
+    healed = not inherited.tainted or (
+        error <= ruling.limit * carry and error <= _SHARED * (divergent or 0.0)
+    )
+    level = (
+        Level(error, error) if ruling.within and healed else Level(min(error, carry), error, True)
+    )
+    return Passing(inherited, level, healed)

@@ -1,0 +1,60 @@
+"""What one side's calls depend on that no event of the step says: parameters and settings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tracediff.events import Event
+
+
+class Memory:
+    """Parameters and settings of one side, as they stand before a step."""
+
+    def __init__(self) -> None:
+        self._params: dict[str, dict[str, Event]] = defaultdict(dict)
+        self._aliases: dict[str, Sequence[str]] = {}
+        self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
+        self._configuration: dict[str, Any] = {}
+
+    def begin(self, events: Iterable[Event]) -> None:
+        """Takes in what a step finds: parameters as loaded, and settings."""
+        for event in events:
+            if event.site.phase == "loading" and event.site.port == "param":
+                self._aliases[event.site.path] = event.attributes.get("aliases", ())
+                self._remember(event)
+            elif event.site.phase == "environment":
+                self._remember_setting(event.site.path, event.value)
+
+    def finish(self, events: Iterable[Event]) -> None:
+        """Takes in what a step leaves: updated parameters."""
+        for event in events:
+            if event.site.phase == "optimizer" and event.site.port == "param":
+                self._remember(event)
+
+    def params(self, path: str) -> Mapping[str, Event]:
+        return self._params.get(path, {})
+
+    def settings(self, path: str) -> dict[str, Any]:
+        return self._configuration | self._settings.get(path, {})
+
+    def _remember(self, event: Event) -> None:
+        for path in (event.site.path, *self._aliases.get(event.site.path, ())):
+            for owner, name in _owners(path):
+                self._params[owner][name] = event
+
+    def _remember_setting(self, path: str, value: Any) -> None:
+        if path.startswith(("config.", "torch.", "mlx.")):
+            self._configuration[path] = value
+        for owner, name in _owners(path):
+            self._settings[owner][name] = value
+
+
+def _owners(path: str) -> Iterable[tuple[str, str]]:
+    """`a.b.c` -> (a.b, c), (a, b.c)."""
+    owner, _, name = path.rpartition(".")
+    while owner:
+        yield owner, name
+        owner, _, last = owner.rpartition(".")
+        name = f"{last}.{name}"
