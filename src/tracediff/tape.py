@@ -340,7 +340,7 @@ class Tape:
                 kind=kind,
                 op=op,
                 source=source,
-                dtype=array.dtype.name if array is not None else "",
+                dtype=_name_of(array.dtype) if array is not None else "",
                 shape=array.shape if array is not None else (),
                 dims=tuple(dims),
                 digest=digest_of_value,
@@ -361,9 +361,9 @@ class Tape:
 
     def _fingerprint(self, array: NDArray[Any], of_value: bytes) -> tuple[float, ...]:
         """Most values pass several ports unchanged; each is summarised once per step."""
-        key = of_value, array.dtype.name
+        key = of_value, _name_of(array.dtype)
         if key not in self._fingerprints:
-            self._fingerprints[key] = fingerprint(array)
+            self._fingerprints[key] = fingerprint(array, brief=self.policy.level != "op")
         return self._fingerprints[key]
 
     def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
@@ -384,6 +384,11 @@ class Tape:
         """Records settings as events of the environment stage; `path` is the dotted name."""
         for name, value in settings.items():
             self.emit("environment", name, "out", value, kind="setting")
+
+
+@functools.lru_cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name
 
 
 def user_line() -> str:

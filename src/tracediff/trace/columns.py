@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -162,7 +163,16 @@ def _dump(name: str, value: Any) -> str:
     """JSON in ASCII, so that lone surrogates survive; "" for what most events do not have."""
     if value is None or (name != "value" and not value):
         return ""
-    return json.dumps(value, separators=(",", ":"))
+    return _dump_tuple(value) if type(value) is tuple else _encode_json(value)
+
+
+_encode_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@lru_cache(maxsize=1 << 12)
+def _dump_tuple(value: tuple[int | str, ...]) -> str:
+    """Shapes, names of dimensions, edges: few different ones, and the same in every step."""
+    return _encode_json(value)
 
 
 _TYPES: Final[Mapping[str, type]] = {

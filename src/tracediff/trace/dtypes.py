@@ -6,6 +6,7 @@ event and as the `data_type` of its payload.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Final
 
 import ml_dtypes
@@ -51,15 +52,16 @@ def fill_value(name: str) -> Any:
     return {"b": False, "i": 0, "u": 0, "c": [0.0, 0.0]}.get(kind, 0.0)
 
 
+@lru_cache
 def storable(dtype: np.dtype[Any]) -> str:
     """Name under which arrays of this dtype, of either byte order, are stored.
 
     Raises:
         TraceError: No Zarr data type stands for it (objects, dates, structures).
     """
-    if dtype.name not in DTYPES:
+    name = dtype.name  # a property that NumPy works out anew each time
+    if name not in DTYPES:
         raise TraceError(
-            f"dtype {dtype.name!r} cannot be stored in a trace: convert it to one of "
-            f"{', '.join(DTYPES)}"
+            f"dtype {name!r} cannot be stored in a trace: convert it to one of {', '.join(DTYPES)}"
         )
-    return dtype.name
+    return name

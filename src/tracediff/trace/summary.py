@@ -41,8 +41,12 @@ QUANTILE_LIMIT: Final = 1 << 20
 """Quantiles of larger tensors are NaN: sorting them would cost more than recording them."""
 
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+_NO_QUANTILES: Final = (float("nan"),) * len(_QUANTILES)
 _BLOCK: Final = 1 << 16
-_MOMENT_BLOCK: Final = 1 << 14
+_MOMENT_BLOCK: Final = 1 << 13
+"""Fits the cache, and is below the 10,000 elements from which OpenBLAS uses threads."""
+_ONES: Final = np.ones(_MOMENT_BLOCK)
+_NAN: Final = float("nan")
 _SKETCH_SEED: Final = 0x9E3779B97F4A7C15
 
 
@@ -86,15 +90,19 @@ def digest_value(value: Any) -> bytes:
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 
-def fingerprint(array: NDArray[Any]) -> tuple[float, ...]:
+def fingerprint(array: NDArray[Any], *, brief: bool = False) -> tuple[float, ...]:
     """Statistics that do not change when a tensor is transposed, reshaped or permuted.
+
+    Args:
+        brief: Leave third and fourth moment and the quantiles NaN. They tell apart operations
+            that have no names; where values are paired by name, a sixth of the cost is enough.
 
     Returns:
         One float64 per name in `FINGERPRINT_FIELDS`. Sums are accumulated in float64 over blocks,
         so that a re-layout changes them by rounding in float64 only.
     """
     flat = _flat(array)
-    total = _Moments()
+    total = _Moments(brief)
     buffers = np.empty((2, min(flat.size, _MOMENT_BLOCK)))
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, flat.size, _MOMENT_BLOCK):
@@ -110,10 +118,10 @@ def fingerprint(array: NDArray[Any]) -> tuple[float, ...]:
         total.sum / count,
         total.abs / count,
         math.sqrt(total.square),
-        total.cube / count,
-        total.fourth / count,
+        _NAN if brief else total.cube / count,
+        _NAN if brief else total.fourth / count,
         total.low,
-        *_quantiles(flat),
+        *(_NO_QUANTILES if brief else _quantiles(flat)),
         total.high,
     )
 
@@ -121,7 +129,8 @@ def fingerprint(array: NDArray[Any]) -> tuple[float, ...]:
 class _Moments:
     """Counts and power sums of the finite elements, one block at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, brief: bool) -> None:
+        self._brief = brief
         self.nan = self.inf = self.zero = 0
         self.sum = self.abs = self.square = self.cube = self.fourth = 0.0
         self.low, self.high = math.inf, -math.inf
@@ -129,9 +138,11 @@ class _Moments:
     def add(self, block: NDArray[Any], buffers: NDArray[np.float64]) -> None:
         """Adds a block; `buffers` (2, at least its size) are overwritten."""
         wide, square = buffers[0, : block.size], buffers[1, : block.size]
+        ones = _ONES[: block.size]
         np.copyto(wide, block, casting="unsafe")
-        np.multiply(wide, wide, out=square)
-        squares = float(square.sum())
+        # Products of blocks this small stay on this thread: BLAS wakes the others only for longer
+        # ones, to fight with those of the framework that is being recorded.
+        squares = float(wide.dot(wide))
         if not math.isfinite(squares) and not (finite := np.isfinite(wide)).all():
             nan = int(np.count_nonzero(np.isnan(wide)))
             self.nan += nan
@@ -139,16 +150,18 @@ class _Moments:
             if finite.any():
                 self.add(wide[finite], np.empty((2, wide.size)))
             return
-        self.zero += wide.size - int(np.count_nonzero(wide))
-        self.sum += float(wide.sum())
         self.square += squares
-        # einsum stays on this thread: BLAS would wake all of them for a block this small, to
-        # fight with those of the framework that is being recorded.
-        self.cube += float(np.einsum("i,i->", square, wide))
-        self.fourth += float(np.einsum("i,i->", square, square))
-        self.low, self.high = min(self.low, float(wide.min())), max(self.high, float(wide.max()))
+        self.sum += float(wide.dot(ones))
+        low, high = float(wide.min()), float(wide.max())
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        if not self._brief:
+            np.multiply(wide, wide, out=square)
+            self.cube += float(square.dot(wide))
+            self.fourth += float(square.dot(square))
         np.abs(wide, out=wide)
-        self.abs += float(wide.sum())
+        self.abs += float(wide.dot(ones))
+        if low <= 0 <= high and wide.min() == 0:
+            self.zero += wide.size - int(np.count_nonzero(wide))
 
 
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
@@ -160,7 +173,7 @@ def _flat(array: NDArray[Any]) -> NDArray[Any]:
 def _quantiles(flat: NDArray[Any]) -> tuple[float, ...]:
     """Order statistics (no interpolation) of the finite elements, NaN above `QUANTILE_LIMIT`."""
     if flat.size > QUANTILE_LIMIT:
-        return (float("nan"),) * len(_QUANTILES)
+        return _NO_QUANTILES
     values = flat.astype(np.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
     if values.dtype.kind == "f":
         values = values[np.isfinite(values)]

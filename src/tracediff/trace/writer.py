@@ -337,19 +337,26 @@ class Segment:
         """Keeps the event, and writes its payload unless the segment has an equal one."""
         if self.samples.take(event, payload):
             return
-        key = None
+        kept: dict[str, Any] = {}
         if payload is not None:
-            event = replace(event, digest=event.digest or digest(payload))
-            identity = (event.digest, event.dtype, event.shape)
-            key = self._stored.get(identity)
-            if key is None:
-                key = self._free_key(event)
-                self._file.add_array(key, payload, event.dtype, event.dims)
-                self._stored[identity] = key
-        event = replace(
-            event, payload=key, value=plain(event.value), attributes=plain(event.attributes)
-        )
-        self.events.append(event)
+            kept["digest"] = event.digest or digest(payload)
+            kept["payload"] = self._store(event, kept["digest"], payload)
+        elif event.payload is not None:
+            kept["payload"] = None
+        if event.value is not None:
+            kept["value"] = plain(event.value)
+        if event.attributes:
+            kept["attributes"] = plain(event.attributes)
+        self.events.append(replace(event, **kept) if kept else event)
+
+    def _store(self, event: Event, of_value: bytes, payload: NDArray[Any]) -> str:
+        """Where the payload lies."""
+        identity = (of_value, event.dtype, event.shape)
+        key = self._stored.get(identity)
+        if key is None:
+            key = self._stored[identity] = self._free_key(event)
+            self._file.add_array(key, payload, event.dtype, event.dims)
+        return key
 
     def commit(self) -> int:
         """Finishes the file and renames it; returns its size in bytes."""
