@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -54,7 +55,23 @@ class LoadingHooks:
         for cls in vars(module).values():
             if inspect.isclass(cls) and cls.__module__ == _COLLATORS and "__call__" in vars(cls):
                 self._patches.replace(cls, "__call__", self._wrap_collator)
-        self._patches.replace(module, "default_data_collator", self._collator)
+        self._replace_by_name(module.default_data_collator)
+
+    def _replace_by_name(self, function: Any) -> None:
+        """Wraps a function in every module of transformers that has imported it by name.
+
+        One that imports it later gets the wrapper, which is taken out again at the end.
+        """
+        wrapped = self._collator(function)
+
+        def put(old: Any, new: Any) -> None:
+            for name, module in list(sys.modules.items()):
+                ours = name.startswith("transformers")
+                if ours and vars(module).get(function.__name__) is old:
+                    setattr(module, function.__name__, new)
+
+        put(function, wrapped)
+        self._patches.on_undo(put, wrapped, function)
 
     def _close(self) -> None:
         if self._spool is not None:

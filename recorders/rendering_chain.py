@@ -58,6 +58,7 @@ class Chain:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._process = os.getpid()
+        self._active = True
         self._inside = False
         self._count = 0
         self._orders: dict[int, dict[str, int]] = {}
@@ -78,11 +79,16 @@ class Chain:
         patches.on_undo(listener.__exit__, None, None, None)
         self._tape.on_batch.append(self._used)
         patches.on_undo(self._tape.on_batch.remove, self._used)
+        patches.on_undo(self._end)
+
+    def _end(self) -> None:
+        """Nothing is recorded any more, also by wrappers that other modules have imported."""
+        self._active = False
 
     @contextmanager
     def outermost(self) -> Iterator[bool]:
         """Whether a library's call is not made by another one that is recorded."""
-        if self._inside:
+        if self._inside or not self._active:
             yield False
             return
         self._inside = True
@@ -217,6 +223,8 @@ class Chain:
     def _emit(
         self, index: int, step: str, value: Any, kind: str, attributes: Mapping[str, Any]
     ) -> None:
+        if not self._active:
+            return
         if self.forked:
             kept = value.tolist() if isinstance(value, np.ndarray) else value
             self._orders.setdefault(index, {})[step] = 0
@@ -249,6 +257,8 @@ class Chain:
             batch: The batch's token IDs.
             indices: Places of the samples in the data set, as the sampler drew them.
         """
+        if not self._active:
+            return
         array = np.ascontiguousarray(batch, dtype=np.int64)
         contents = [content_of(row) for row in rows]
         if self.forked:
@@ -349,6 +359,8 @@ def integers(value: Any) -> NDArray[np.int64] | None:
     """A list or an array of integers (or booleans) as one row; None for anything else."""
     if isinstance(value, str | bytes | Mapping) or value is None:
         return None
+    if isinstance(value, list | tuple) and not value:
+        return np.empty(0, np.int64)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError):

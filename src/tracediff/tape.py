@@ -141,6 +141,7 @@ class Tape:
         self._calls: dict[tuple[str, str], int] = defaultdict(int)
         self._stack: list[Frame] = []
         self._frames: dict[str, Frame] = {}
+        self._batch: dict[bytes, int] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
         self._fingerprints: dict[tuple[bytes, str], tuple[float, ...]] = {}
@@ -180,6 +181,7 @@ class Tape:
             self.root_calls = 0
             self._calls.clear()
             self._frames.clear()
+            self._batch.clear()
             self._fingerprints.clear()
             self.step_started = False
             if self.rerun is not None and self.step > self.rerun.stop:
@@ -231,7 +233,7 @@ class Tape:
 
     def emit_in(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
         """Records an input of a call. Its inputs are what the calling code could have used."""
-        inputs = frame.parent.available() if frame.parent else ()
+        inputs = frame.parent.available() if frame.parent else self._from_batch(array)
         order = self._emit_call(frame, port, array, inputs, **extra)
         frame.ins.append(order)
         return order
@@ -378,7 +380,16 @@ class Tape:
             self.rerun.check_batch(self.step, path, call, array)
         for callback in self.on_batch:
             callback(array, prefix, call)
-        return self.emit("rendering", path, "out", array, kind=kind, call=call, dims=dims)
+        order = self.emit("rendering", path, "out", array, kind=kind, call=call, dims=dims)
+        self._batch[digest(array)] = order
+        return order
+
+    def _from_batch(self, array: NDArray[Any]) -> tuple[int, ...]:
+        """Order of the field of the step's batch that a root's input is, if it is one."""
+        order = (
+            self._batch.get(digest(array)) if self._batch and array.dtype.kind in "iub" else None
+        )
+        return () if order is None else (order,)
 
     def emit_settings(self, settings: Mapping[str, Any]) -> None:
         """Records settings as events of the environment stage; `path` is the dotted name."""

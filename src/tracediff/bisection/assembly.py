@@ -17,6 +17,7 @@ from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.options import Options
 from tracediff.bisection.recorder_faults import recorder_fault
 from tracediff.bisection.rendered import unseen
+from tracediff.bisection.rendering_notes import notes
 from tracediff.events import STAGES
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
@@ -57,6 +58,7 @@ class Assembly:
             events = self._traces[0].events(self._steps[0].number, samples=False)
             hidden = not_exercised(self._traces[0], events)
             self._warnings += [f"not exercised: {sentence}" for sentence in hidden]
+            self._warnings += notes(self._traces, [step.number for step in self._steps])
         covered = coverage(self._steps, self._samples)
         unmatched = missing.groups(step.alignment for step in self._steps)
         outcome, reason, found = self._outcome(first, covered)

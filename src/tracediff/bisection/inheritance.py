@@ -236,9 +236,11 @@ class Ledger:
 
 def only_by_effect(event: Event) -> bool:
     """Whether an event matters only by what is made of it: a text, by the IDs that it becomes;
-    a sampler's places in its data set, by the samples that lie there."""
+    a sampler's places in its data set, by the samples that lie there; positions, by the attention.
+    """
     site = event.site
-    return site.phase == "rendering" and (event.kind == "text" or site.path.endswith(".indices"))
+    fields = (".indices", ".position_ids")
+    return site.phase == "rendering" and (event.kind == "text" or site.path.endswith(fields))
 
 
 def _worst(levels: Iterable[Level]) -> Level:

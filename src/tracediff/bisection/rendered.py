@@ -20,6 +20,8 @@ from tracediff.errors import TraceError
 from tracediff.events import Event, Pair
 from tracediff.rendering import Difference, Vocabulary, differ_ids, differ_text
 from tracediff.rendering.provenance import content_spans, origin_at, token_origins
+from tracediff.rendering.record_classes import classify_record, differing_leaf, lacks_tools
+from tracediff.rendering.text_classes import Class
 from tracediff.trace import Trace
 
 _SAMPLE: Final = re.compile(r"^sample\[(\d+)\]\.(.+)$")
@@ -27,6 +29,7 @@ _TOKENIZER: Final = re.compile(r"^tokenizer(?:\[(\d+)\])?\.(.+)$")
 _SIDES: Final = ("baseline", "target")
 _SYSTEM: Final = ("system", "developer")
 _TEXT_STEPS: Final = ("messages", "template", "text", "ids")
+_JSON_STEPS: Final = ("record", "messages", "tools", "documents")
 _FACTS_OF_ROWS: Final = frozenset(
     {"lengths", "jumps", "tokens", "special", "pretokens", "padded", "truncated", "tokenizer"}
 )
@@ -117,7 +120,7 @@ def differ_texts(traces: tuple[Trace, Trace], pair: Pair) -> Difference:
     a, b = (Sample(t, e) for t, e in zip(traces, (pair.baseline, pair.target), strict=True))
     texts = str(a.event.value), str(b.event.value)
     vocabulary = vocabulary_of(traces, a.event.site.step)
-    found = differ_text(*texts, vocabulary, a.has_system)
+    found = _named(a, texts, differ_text(*texts, vocabulary, a.has_system))
     detail = {**found.detail, **_place(a, b)}
     if a.step in ("template", "text"):
         index = detail["index"]
@@ -129,6 +132,24 @@ def differ_texts(traces: tuple[Trace, Trace], pair: Pair) -> Difference:
         detail["inputs"] = {name: dict(zip(_SIDES, (x, y), strict=True)) for name, x, y in given}
         detail["step"] = "template inputs" if a.step == "template" else detail["step"]
     return replace(found, detail=detail)
+
+
+def _named(side: Sample, texts: tuple[str, str], found: Difference) -> Difference:
+    """The difference by the class that only the step or the rest of the sample can show."""
+    if side.step in _JSON_STEPS and (leaf := differing_leaf(*texts)):
+        place, x, y = leaf
+        named = classify_record(leaf)
+        if named is None and isinstance(x, str) and isinstance(y, str):
+            inner = differ_text(x, y)
+            named = Class(inner.pattern, f"{place}: {inner.meaning}", {"place": place})
+        if named:
+            return Difference(named.name, named.meaning, {**found.detail, **named.detail})
+    tools = side.find("tools")
+    if tools is not None and side.step == "template":
+        lacking = lacks_tools(str(tools.value), *texts)
+        if lacking:
+            return replace(found, pattern=lacking.name, meaning=lacking.meaning)
+    return found
 
 
 def differ_rows(
@@ -147,6 +168,11 @@ def differ_rows(
     detail = {**found.detail, **_place(a, b)}
     if a.step == "ids":
         detail |= _how_rows_part(a, b, values)
+        if detail["step"] == "normalized":
+            inner = differ_text(_normalized(a), _normalized(b))
+            found = replace(found, pattern=inner.pattern, meaning=inner.meaning)
+            shown = ("baseline_context", "target_context", "context_start")
+            detail |= {name: inner.detail[name] for name in shown}
     if vocabulary is not None and "baseline_ids" in detail and a.event.kind == "ids":
         for side in _SIDES:
             detail[f"{side}_tokens"] = [vocabulary.token(i) for i in detail[f"{side}_ids"]]
@@ -173,7 +199,9 @@ def inputs_of(pair: Pair) -> list[Setting]:
     ]
     if pair.baseline.site.phase != "rendering" or pair.baseline.kind not in ("text", "ids"):
         return []
-    return [(name, x, y) for name, (x, y) in settings.differing(*sides).items()]
+    names = dict.fromkeys([*sides[0], *sides[1]])
+    both = [(name, sides[0].get(name), sides[1].get(name)) for name in names]
+    return [(name, x, y) for name, x, y in both if not settings.equal(x, y)]
 
 
 def _how_rows_part(a: Sample, b: Sample, rows: tuple[NDArray[Any], NDArray[Any]]) -> dict[str, Any]:

@@ -2,5 +2,6 @@
 
 from tracediff.rendering.differ import Difference, differ_ids, differ_text
 from tracediff.rendering.files import Vocabulary
+from tracediff.rendering.steps import step
 
-__all__ = ["Difference", "Vocabulary", "differ_ids", "differ_text"]
+__all__ = ["Difference", "Vocabulary", "differ_ids", "differ_text", "step"]

@@ -113,7 +113,7 @@ def differ_ids(
     whole = (a, b) if baseline.ndim == 2 else (baseline, target)
     named = classify_batch(*whole, what, of_row, vocabulary) if what or a.ndim == 2 else None
     if named is None and what in ("", "labels", "targets"):
-        named = classify_labels(a, b, vocabulary)
+        named = classify_labels(a, b, vocabulary, known=bool(what))
     if named is None:
         return found
     return Difference(named.name, named.meaning, {**found.detail, **named.detail})

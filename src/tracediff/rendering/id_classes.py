@@ -34,14 +34,18 @@ def classify_ids(
 
 
 def classify_labels(
-    baseline: NDArray[Any], target: NDArray[Any], vocabulary: Vocabulary | None
+    baseline: NDArray[Any],
+    target: NDArray[Any],
+    vocabulary: Vocabulary | None,
+    known: bool = False,
 ) -> Class | None:
     """The class of the difference of two arrays of labels of one shape, (row, position).
 
-    None where no label is ignored on either side: those rows may be no labels at all.
+    None where no label is ignored on either side, unless they are `known` to be labels: those
+    rows may be something else.
     """
     trained = baseline != IGNORED, target != IGNORED
-    if trained[0].all() and trained[1].all():
+    if not known and trained[0].all() and trained[1].all():
         return None
     rows = np.flatnonzero((baseline != target).any(axis=-1))
     counts = [int(side.sum()) for side in trained]

@@ -28,6 +28,7 @@ _THINKING: Final = re.compile(
     r"\s*<(think|thinking|thought|reasoning)>.*?</\1>\s*|\s*</?(?:think|thinking|thought|reasoning)>\s*",
     re.DOTALL,
 )
+_TAGS: Final = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
 _HEADER: Final = re.compile(
     r"\s*(?:<[^<>\n]{1,30}>|\[[^\[\]\n]{1,30}\]|#{1,4} ?)*\s*"
     r"(?:<?\|?)(?:assistant|model|bot|gpt)\b[^\n]{0,20}\s*",
@@ -97,6 +98,7 @@ def classify_text(pair: TextPair) -> Class:
     """The first class that explains the whole difference, or else the bare kind of edit."""
     for find in (
         _json,
+        _escapes,
         _white_space,
         _unicode,
         _date,
@@ -111,6 +113,16 @@ def classify_text(pair: TextPair) -> Class:
             return found
     name = "inserted" if not pair.removed else "deleted" if not pair.added else "replaced"
     return Class(name, _what(pair))
+
+
+def _escapes(pair: TextPair) -> Class | None:
+    """A line break or a tab on one side, a backslash and a letter on the other."""
+    if not pair.same(lambda text: text.replace("\\n", "\n").replace("\\t", "\t")):
+        return None
+    return Class(
+        "escape sequences",
+        f"one side took a backslash and a letter for a line break or a tab: {_what(pair)}",
+    )
 
 
 def _white_space(pair: TextPair) -> Class | None:
@@ -268,7 +280,9 @@ def _generation_prompt(pair: TextPair) -> Class | None:
 
 
 def _thinking(pair: TextPair) -> Class | None:
-    if not pair.same(lambda text: _THINKING.sub("", text)):
+    if pair.same(lambda text: _TAGS.sub("", text)):
+        return Class("thinking block", f"only the tags of thinking blocks differ: {_what(pair)}")
+    if not pair.same(lambda text: "".join(_THINKING.sub("", text).split())):
         return None
     counts = [len(_THINKING.findall(text)) for text in (pair.baseline, pair.target)]
     meaning = f"only thinking blocks differ: {counts[0]} in the baseline, {counts[1]} in the target"
