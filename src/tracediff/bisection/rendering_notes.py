@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
+
+import numpy as np
 
 from tracediff.events import Event
 from tracediff.rendering.id_classes import IGNORED
 from tracediff.trace import Trace
 
 _SIDES: Final = ("baseline", "target")
+_LOOKED_AT: Final = 2000
+"""Texts of a step in which a broken prefix is looked for."""
 
 
 def notes(traces: tuple[Trace, Trace], steps: Sequence[int]) -> list[str]:
@@ -19,9 +23,8 @@ def notes(traces: tuple[Trace, Trace], steps: Sequence[int]) -> list[str]:
         prefix: str | None = None
         untrained: str | None = None
         for step in steps:
-            events = [e for e in trace.events(step) if e.site.phase == "rendering"]
-            prefix = prefix or broken_prefix(events)
-            untrained = untrained or next(_untrained(trace, events), None)
+            prefix = prefix or broken_prefix(_conversations(trace, step))
+            untrained = untrained or next(_untrained(trace, step), None)
         for note in filter(None, (prefix, untrained)):
             found.setdefault(note, []).append(side)
     return [
@@ -29,7 +32,15 @@ def notes(traces: tuple[Trace, Trace], steps: Sequence[int]) -> list[str]:
     ]
 
 
-def broken_prefix(events: Sequence[Event]) -> str | None:
+def _conversations(trace: Trace, step: int) -> Iterator[Event]:
+    """Messages and template texts of the first samples of a step, in order of rendering."""
+    rows = trace.samples(step)
+    codes = [i for i, (name, _) in enumerate(rows.steps) if name in ("messages", "template")]
+    for row in np.flatnonzero(np.isin(rows.step, codes))[:_LOOKED_AT]:
+        yield rows.event(int(row))
+
+
+def broken_prefix(events: Iterable[Event]) -> str | None:
     """The first conversation that was rendered with a further turn, and not as a continuation.
 
     A conversation goes on where its messages begin with all those of the sample before.
@@ -57,9 +68,13 @@ def broken_prefix(events: Sequence[Event]) -> str | None:
     return None
 
 
-def _untrained(trace: Trace, events: Sequence[Event]) -> Iterator[str]:
-    for event in events:
-        if event.kind != "labels" or event.payload is None or len(event.shape) != 2:
+def _untrained(trace: Trace, step: int) -> Iterator[str]:
+    for event in trace.events(step, samples=False):
+        if (
+            (event.site.phase, event.kind) != ("rendering", "labels")
+            or event.payload is None
+            or len(event.shape) != 2
+        ):
             continue
         labels = trace.array(event)
         empty = (labels == IGNORED).all(axis=-1)
