@@ -392,3 +392,49 @@ def test_a_second_output_that_one_implementation_lacks_is_no_divergence(tmp_path
     assert bisect(a, b, min_coverage=0.0).exit_code == 0
     gone = bisect(b, build_trace(tmp_path / "c", [("0/loss/loss:out", 1.0)]), min_coverage=0.0)
     assert gone.exit_code != 0
+
+
+def test_a_gradient_that_adams_first_update_hides_is_named(tmp_path: Path) -> None:
+    """Adam's first update has no scale: a factor in a gradient is gone from it, but not healed."""
+    grad = np.random.default_rng(3).standard_normal((4, 6)).astype(np.float32)
+
+    def run(factor: float) -> list[tuple[str, object]]:
+        scaled = grad * np.float32(factor)
+        return [
+            ("0/forward/up#0:out", grad),
+            ("0/backward/mlp#0:grad_out", (grad, {"inputs": (0,)})),
+            ("0/backward/up#0:grad_out", (scaled, {"inputs": (0, 1)})),
+            ("0/backward/up.weight#0:grad", (scaled, {"inputs": (2,)})),
+            ("0/optimizer/up.weight:grad", (scaled, {"inputs": (3,)})),
+            ("0/optimizer/up.weight:state.exp_avg", (scaled, {"inputs": (4,)})),
+            ("0/optimizer/up.weight:update", (np.sign(grad), {"inputs": (5,)})),
+        ]
+
+    paths = [build_trace(tmp_path / str(factor), run(factor)) for factor in (1.0, 1.01)]
+    first = bisect(*paths).first
+    assert first is not None
+    assert first.site == "0/backward/up#0:grad_out"
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_step_in_which_one_side_only_evaluates_is_named(tmp_path: Path, evaluates: bool) -> None:
+    value = np.ones(3, np.float32)
+    training: list[tuple[str, object]] = [
+        ("0/forward/root#0:out", value),
+        ("0/optimizer/w:grad", value),
+    ]
+    evaluation: list[tuple[str, object]] = [("1/trajectory/eval.loss#0:out", value)]
+    again = [(site.replace("0/", "1/", 1), value) for site, value in training]
+    paths = [
+        build_trace(tmp_path / "a", training + evaluation, stack="pytorch"),
+        build_trace(tmp_path / "b", training + (evaluation if evaluates else again), stack="mlx"),
+    ]
+    found = bisect(*paths)
+    assert (found.first is None) == evaluates
+    if found.first is not None:
+        assert (found.first.stage, found.first.step, found.first.path, found.first.kind) == (
+            "trajectory",
+            1,
+            "step",
+            "extra",
+        )

@@ -416,3 +416,21 @@ def test_flattened_tokens_are_those_of_the_batch(tmp_path: Path, wrong: bool) ->
     found = compared(tmp_path, *runs, stacks=("pytorch", "mlx"))
     assert found.outcome == ("diverged" if wrong else "equivalent")
     assert not found.unmatched
+
+
+def test_labels_masked_by_hand_may_be_anything_at_padding(tmp_path: Path) -> None:
+    """Terms are masked after the loss function, so what stands there as a label says nothing."""
+
+    def by_hand(to: int) -> Run:
+        ids, mask = padded(to=to)
+        labels = np.where(mask, ids, 0)[:, 1:]
+        terms = np.where(mask[:, 1:], ids[:, 1:], 0.0).astype(np.float32)
+        settings = {"attributes": {"reduction": "none"}}
+        return [
+            ("0/rendering/batch.input_ids", (ids, {"kind": "ids"})),
+            ("0/loss/loss.cross_entropy#0:labels", (labels, {"kind": "labels"})),
+            ("0/loss/loss.cross_entropy#0:out", (terms, settings)),
+        ]
+
+    found = compared(tmp_path, by_hand(5), by_hand(8), ("mlx", "mlx"))
+    assert found.outcome == "equivalent", found.reason

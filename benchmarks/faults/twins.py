@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks.faults.case import Registry
-from benchmarks.faults.job import Batch, Lora
+from benchmarks.faults.job import Batch, Job, Lora
 from benchmarks.faults.plants import add, both, find, output, put, replace_call
 
 REGISTRY = Registry()
@@ -25,7 +26,11 @@ def _other_pads(batches: list[Batch]) -> None:
 
 
 def _rms_norm(module: Any, x: Any, y: Any) -> Any:
-    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+    """As fused kernels have it: one scale for each element, from a sum of squares."""
+    wide = x.float()
+    squares = torch.einsum("...i,...i->...", wide, wide)[..., None] / x.shape[-1]
+    scale = module.weight.float() / torch.sqrt(squares + module.variance_epsilon)
+    return (wide * scale).to(x.dtype)
 
 
 def _one_matrix(original: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +69,39 @@ def _positions_shifted(model: Any) -> None:
     replace_call(find(model, "model.rotary_emb"), run)
 
 
+def _interleaved(job: Job) -> None:
+    """Queries and keys as a rotary embedding of neighbouring elements wants them, and that one."""
+
+    def weights(weights: dict[str, Any]) -> None:
+        for name, array in weights.items():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                halves = array.reshape(-1, 2, 4, array.shape[-1])
+                weights[name] = halves.swapaxes(1, 2).reshape(array.shape)
+
+    def model(model: Any) -> None:
+        for layer in model.layers:
+            layer.self_attn.rope.traditional = True
+
+    job.weights.append(weights)
+    job.built.append(model)
+
+
+def _units_reordered(weights: dict[str, Any]) -> None:
+    """The hidden units of one MLP in another order, in all three of its matrices."""
+    stem = "model.layers.0.mlp."
+    order = np.random.default_rng(6).permutation(48)
+    for name in ("gate_proj", "up_proj"):
+        weights[f"{stem}{name}.weight"] = weights[f"{stem}{name}.weight"][order]
+    weights[f"{stem}down_proj.weight"] = weights[f"{stem}down_proj.weight"][:, order].copy()
+
+
+def _left_padded(batches: list[Batch]) -> None:
+    for batch in batches:
+        for row, mask in enumerate(batch["attention_mask"].copy()):
+            for name in batch:
+                batch[name][row] = np.roll(batch[name][row], int((mask == 0).sum()))
+
+
 def _reversed_rows(batches: list[Batch]) -> None:
     for batch in batches:
         for name in batch:
@@ -86,7 +124,8 @@ twin("eager against SDPA", put("attention", "sdpa"), families=ALL, dtypes=BOTH)
 twin("PyTorch against MLX", pairs="tm", families=ALL, dtypes=BOTH)
 twin("MLX against PyTorch", pairs="mt", families="llama gpt2", dtypes=BOTH)
 twin("PyTorch with SDPA against MLX", pairs="mt", families="llama", common=put("attention", "sdpa"))
-twin("one thread against two", put("threads", 1), families="llama gpt2", common=put("threads", 2))
+twin("one thread against two", put("threads", 1), families="gpt2", common=put("threads", 2))
+twin("one thread against two", put("threads", 1), common=put("threads", 2), same=True)
 twin("torch.compile", put("compiled", True), families="llama gpt2", same=True)
 twin("gradient checkpointing", put("checkpointed", True), same=True)
 twin(
@@ -104,7 +143,13 @@ twin(
 twin("loss by hand", put("loss.fused", False), dtypes=BOTH)
 twin("loss in bfloat16 on MLX", pairs="tm", dtypes="bfloat16", common=put("loss.upcast", False))
 twin("other padding token", add("rendering.collated", _other_pads), pairs="tt tm")
-twin("padded further", put("rendering.pad_to", 24), pairs="tt tm")
+twin("padded further", put("rendering.pad_to", 24), pairs="tt tm mm", dtypes=BOTH)
+twin("padded further", put("rendering.pad_to", 24), pairs="tt", families="gpt2 qwen3_moe")
+twin(
+    "padded further, on the left",
+    put("rendering.pad_to", 24),
+    common=add("rendering.collated", _left_padded),
+)
 twin("another seed, nothing drawn", put("seed", 1), pairs="tt mm")
 twin("NumPy's generator drawn from", add("seeded", lambda: __import__("numpy").random.rand(3)))
 twin("fused RMSNorm", output("model.layers.0.input_layernorm", _rms_norm), dtypes=BOTH)
@@ -115,10 +160,17 @@ twin(
     "gate and up in one product",
     _built(lambda m: replace_call(find(m, "model.layers.0.mlp"), _one_matrix)),
 )
+twin("interleaved rotary embedding", _interleaved, pairs="tm mm")
+twin("hidden units relabelled", add("weights", _units_reordered), pairs="tt tm", dtypes=BOTH)
 twin("key-value heads relabelled", add("weights", _kv_heads_swapped), pairs="tt tm")
 twin("positions shifted alike", _built(_positions_shifted), dtypes=BOTH)
-twin("rows in another order", add("rendering.collated", _reversed_rows))
-twin("weights in another memory layout", _built(_strided), dtypes=BOTH)
+twin("rows in another order", add("rendering.collated", _reversed_rows), pairs="tt tm mm")
+twin(
+    "weights in another memory layout",
+    _built(_strided),
+    dtypes=BOTH,
+    common=both(put("config.hidden_size", 128), put("config.intermediate_size", 200)),
+)
 twin("adapter", pairs="tm", common=put("lora", Lora()), dtypes=BOTH)
 twin("adapter, eager against SDPA", put("attention", "sdpa"), common=put("lora", Lora()))
 twin("micro-batches", pairs="tm", common=put("accumulate", 2), dtypes=BOTH)

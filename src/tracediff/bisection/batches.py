@@ -242,6 +242,16 @@ class Batches:
             for side in common.events
         ]
 
+        self._by_hand = [
+            {
+                (event.site.path, event.site.call)
+                for event in side
+                if event.site.port == "out" and event.attributes.get("reduction") == "none"
+            }
+            for side in common.events
+        ]
+        """Losses whose terms are masked later on: any label may stand at padding."""
+
     def applied(self, common: Common) -> Common:
         """The step with views of all that was computed from such batches."""
         if not any(rows for family in self._rows.values() for rows in family):
@@ -309,8 +319,12 @@ class Batches:
             return replace(event, sketch=None)  # it depends on the order of the rows
         take = related[side].take(event)
         trace = self._traces[side]
-        if take is None or (event.kind == "labels" and not _cuts_padding(trace.array(event), take)):
+        if take is None:
             return None
+        if event.kind == "labels" and (event.site.path, event.site.call) not in self._by_hand[side]:
+            labels = trace.array(event)
+            if not _cuts_padding(labels, take):
+                return None
         return viewed(trace, event, take)
 
     def _apart(self, pair: Pair) -> str | None:

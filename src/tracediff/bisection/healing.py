@@ -120,6 +120,8 @@ def _healed(judged: Judged, step: Step) -> bool:
             # A fault diluted below a bound has not healed: more than rounding is left of it.
             ignored = judged.kind == "value" and user.event.site.phase == "loss" and user.masked
             unsound = user.mark == "diverged" or user.level.tainted or ignored
+            if unsound and user.event.site.port.startswith("state."):
+                return False  # an update may hide it (Adam's first has no scale), the next will not
             if unsound and user.event.order not in reached:
                 reached.add(user.event.order)
                 waiting.append(user)

@@ -200,6 +200,8 @@ class Ledger:
             )
         if stage == "trajectory":  # evaluations, on the weights as they are
             before = self._stage.get("rendering", Level()) | self._state.outputs
+            if site.path.startswith("eval."):
+                before |= self._level_at(stage, ROOT, "out")
             return before | _worst(self._state.params[0].values()).share(PARAM_SHARE)
         return Level()
 

@@ -9,10 +9,11 @@ from typing import Final
 
 from tracediff.align import Alignment, canonical
 from tracediff.bisection import batches, given, reductions, views
-from tracediff.events import STAGE_RANK, Event
+from tracediff.events import STAGE_RANK, Event, Site
 from tracediff.verdict import Divergence, Unmatched
 
 _DECISIVE: Final = ("loading", "forward", "loss", "backward", "optimizer")
+_TRAINING: Final = ("forward", "backward", "optimizer")
 _EXCUSED: Final = (batches.UNKNOWN, batches.UNKEPT, reductions.UNREDUCED, views.UNKEPT)
 """Both sides have such an event; how to lay one over the other is not known."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
@@ -48,7 +49,27 @@ def missing(alignment: Alignment, stacks: tuple[str, str]) -> list[Divergence]:
                 and (_like(stacks[side], event), event.site.port) in likes
             ):
                 found.append(_divergence(event, kind, reason))
+    found += _step_of_one_side(alignment)
     return sorted(found, key=lambda d: (d.step, STAGE_RANK[d.stage], d.order))
+
+
+def _step_of_one_side(alignment: Alignment) -> list[Divergence]:
+    """A step in which one side trains and the other does not so much as run its model.
+
+    It has evaluated after its last update, say, where the other goes on training.
+    """
+    if any(pair.baseline.site.phase in _TRAINING for pair in alignment.pairs):
+        return []
+    sides = alignment.baseline_only, alignment.target_only
+    phases = [{event.site.phase for event, _ in events} for events in sides]
+    found = []
+    for side, kind in enumerate(("missing", "extra")):
+        if "optimizer" in phases[side] and not phases[1 - side] & set(_TRAINING):
+            step = sides[side][0][0].site.step
+            site = Site(step, "trajectory", "step")
+            event = Event(site=site, order=0)
+            found.append(_divergence(event, kind, f"the other side makes no update in step {step}"))
+    return found
 
 
 def groups(alignments: Iterable[Alignment]) -> tuple[Unmatched, ...]:
