@@ -261,6 +261,7 @@ def test_diff_lists_every_site(cli: Cli, baseline: Path, drifted: Path) -> None:
     assert code == 1
     assert marks["0/forward/model.hidden#0:in"] == "identical"
     assert marks[HIDDEN] == marks["1/forward/model.hidden#0:out"] == "diverged"
+    assert next(line for line in out.splitlines() if HIDDEN in line).split()[6] == "introduced"
     assert "7 sites compared, 2 diverged, 0 unmatched" in out
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tracediff.align import align
-from tracediff.bisection import bisect
+from tracediff.bisection import bisect, diff
 from tracediff.bisection.batches import same_rows
 from tracediff.bisection.relayouts import relayout
 from tracediff.events import Event, Site
@@ -214,6 +214,17 @@ def test_a_consistent_relayout_of_weights_is_healed(tmp_path: Path) -> None:
     assert [w for w in found.warnings if "healed" in w and "block.up.weight" in w]
     optimizer = next(s for s in found.stages if s.stage == "optimizer")
     assert (optimizer.compared, optimizer.diverged) == (1, 0)
+
+
+def test_diff_tells_where_each_divergence_comes_from(tmp_path: Path) -> None:
+    compared(tmp_path, block_run(PLAIN), block_run(OTHER))
+    healed = {row.site: row.origin for row in diff(tmp_path / "a.zarr", tmp_path / "b.zarr")}
+    assert healed["0/loading/block.up.weight:param"] == "healed"
+    assert healed["0/forward/block#0:out"] == ""
+    (tmp_path / "wrong").mkdir()
+    compared(tmp_path / "wrong", block_run(PLAIN), block_run(OTHER, inconsistent=True))
+    rows = diff(tmp_path / "wrong" / "a.zarr", tmp_path / "wrong" / "b.zarr")
+    assert {row.site: row.origin for row in rows}["0/loading/block.up.weight:param"] == "introduced"
 
 
 def test_an_inconsistent_relayout_is_found_at_loading(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tracediff.align import load_rules
 from tracediff.bisection import missing
 from tracediff.bisection.assembly import Assembly
 from tracediff.bisection.common import common_form
-from tracediff.bisection.healing import Step, first_of
+from tracediff.bisection.healing import Step, first_of, origin
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.noise import Noise
@@ -32,7 +32,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRow:
-    """One row of `diff`: a pair of sites with its figures, or a site that one side lacks."""
+    """One row of `diff`: a pair of sites with its figures, or a site that one side lacks.
+
+    Attributes:
+        origin: Of a divergence: `introduced` at the site, `inherited` by it, or `healed` after it;
+            "" otherwise.
+    """
 
     site: str
     target_site: str
@@ -40,6 +45,7 @@ class SiteRow:
     mark: str
     error: ErrorFigures = field(default_factory=ErrorFigures)
     bound: float = 0.0
+    origin: str = ""
 
 
 def bisect(
@@ -127,6 +133,7 @@ def _rows(step: Step) -> Iterator[SiteRow]:
             mark=judged.mark,
             error=judged.error,
             bound=judged.bound.rel_l2 if judged.bound else 0.0,
+            origin=origin(judged, step),
         )
     for event, reason in step.alignment.baseline_only:
         yield SiteRow(site=str(event.site), target_site="", matched_by=reason, mark="unmatched")

@@ -54,6 +54,15 @@ def first_of(
     return lacking
 
 
+def origin(judged: Judged, step: Step) -> str:
+    """Where a divergence comes from, or that it is undone; "" for a pair that agrees."""
+    if judged.mark != "diverged":
+        return ""
+    if judged.inherited:
+        return "inherited"
+    return "healed" if _healed(judged, step) else "introduced"
+
+
 def place_of(first: Judged | Divergence) -> tuple[int, int, int]:
     """Where a divergence stands: step, rung of the ladder, order of execution."""
     if isinstance(first, Judged):

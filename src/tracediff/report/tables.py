@@ -51,6 +51,7 @@ def sites(rows: Sequence[SiteRow]) -> RenderableType:
     table.add_column("site", overflow="fold", ratio=2)
     for heading in ("error", "bound", "max abs"):
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("origin", no_wrap=True)
     table.add_column("matched by", overflow="fold")
     table.add_column("target's site", overflow="fold", ratio=1)
     for row in rows:
@@ -71,6 +72,7 @@ def _site_cells(row: SiteRow) -> Iterator[Text]:
     yield Text(inert(row.site))
     for value in figures:
         yield Text("" if row.mark == "unmatched" else figure(value))
+    yield Text(inert(row.origin))
     yield Text(inert(row.matched_by), "dim")
     yield Text("" if row.target_site == row.site else inert(row.target_site), "dim")
 
