@@ -144,10 +144,12 @@ class View:
     Attributes:
         whole: The event whose payload it is read from.
         take: From the array of `whole` to the array of the view.
+        alone: Only values of the one module are read so, what is computed around it is not.
     """
 
     whole: Event
     take: Callable[[NDArray[Any]], NDArray[Any]]
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tracediff.bisection.views import around
 from tracediff.compare.masks import is_mask_port
 from tracediff.events import Event, Pair
 
@@ -34,19 +35,26 @@ class Flow:
         for order in sorted(self._available(0, pair.baseline), reverse=True):
             source = self._pairs.get(order)
             if source and source.target.order in on_target and _is_usable(source):
-                found.setdefault((source.baseline.digest, source.target.digest), source)
+                key = around(source.baseline).digest, around(source.target).digest
+                found.setdefault(key, source)
         return list(found.values())
 
     def copied(self, pair: Pair) -> Pair | None:
         """A source that is bit for bit the same value on both sides."""
-        for source in self.sources(pair):
-            sides = (pair.baseline, source.baseline), (pair.target, source.target)
-            if all((a.digest, a.dtype, a.shape) == (b.digest, b.dtype, b.shape) for a, b in sides):
-                return source
-        return None
+        sides = [(pair.baseline, pair.target)]
+        sides += [(source.baseline, source.target) for source in self.sources(pair)]
+        value, *others = [tuple(_identity(around(event)) for event in side) for side in sides]
+        return self.sources(pair)[others.index(value)] if value in others else None
 
-    def mask(self, which: int, event: Event) -> Event | None:
-        """The attention mask that the code around an event was given, where one was recorded."""
+    def masks(self, pair: Pair) -> tuple[Event | None, Event | None]:
+        """The attention mask that the code of each side was given, where one was recorded."""
+        return self._mask(0, pair.baseline), self._mask(1, pair.target)
+
+    def of(self, baseline: Event) -> Pair | None:
+        """The pair of an event of the baseline."""
+        return self._pairs.get(baseline.order)
+
+    def _mask(self, which: int, event: Event) -> Event | None:
         events = (self._events[which].get(order) for order in event.inputs)
         masks = [e for e in events if e and is_mask_port(e.site.port) and len(e.shape) == 4]
         return masks[-1] if masks and masks[-1].payload is not None else None
@@ -60,6 +68,10 @@ class Flow:
             if other is not None and other.site.port.startswith("out"):
                 found.update(self._ins[which].get((other.site.path, other.site.call), ()))
         return {order for order in found if order < event.order}
+
+
+def _identity(event: Event) -> tuple[bytes, str, tuple[int, ...]]:
+    return event.digest, event.dtype, event.shape
 
 
 def _is_usable(pair: Pair) -> bool:

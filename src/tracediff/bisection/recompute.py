@@ -95,7 +95,7 @@ def perturbed(call: Call, errors: Mapping[str, float]) -> float | None:
 
     def moved(name: str, array: NDArray[Any]) -> NDArray[Any]:
         size = min(errors.get(name, 0.0), 1.0)
-        if not size or array.dtype.kind in "iub":
+        if not size or array.dtype.kind in "iub" or name == "mask":
             return array
         wide = array.astype(np.float64)
         finite = np.isfinite(wide)

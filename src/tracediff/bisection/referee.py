@@ -35,6 +35,7 @@ from tracediff.bisection.recompute import (
 from tracediff.bisection.relation import Attempt, Relation
 from tracediff.bisection.relations import relations
 from tracediff.bisection.trial import Counts, Trial, Values, limit, side
+from tracediff.bisection.views import around
 from tracediff.compare import settings as settings_of
 from tracediff.events import Event, Pair
 from tracediff.replaying import Call, Replayed
@@ -161,6 +162,8 @@ class Referee:
         if source is not None:
             return _copied(source, values, counts)
         settings = self._settings(0, pair.baseline), self._settings(1, pair.target)
+        if around(pair.target) is not pair.target:
+            values = values[0], self._recorded[1].array(around(pair.target))
         attempt = Attempt(pair, values, counts, settings)
         broken: list[tuple[int, Ruling]] = []
         for relation in relations(attempt, self._flow, self._array):
@@ -181,7 +184,7 @@ class Referee:
     def _array(self, which: int, event: Event, of: Event) -> NDArray[Any]:
         """A value as the code had it that computed `of`: a call inside it may run on another."""
         traces = self._traces if event.order in of.inputs else self._recorded
-        return traces[which].array(event)
+        return traces[which].array(around(event))
 
     def _settings(self, which: int, event: Event) -> dict[str, Any]:
         settings = self._memory[which].settings(event.site.path) | dict(event.attributes)

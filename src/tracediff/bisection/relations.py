@@ -8,6 +8,7 @@ all elements that count, describes it. Two random tensors do not satisfy one by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any, Final
 
@@ -50,12 +51,15 @@ def relations(attempt: Attempt, flow: Flow, read: Read) -> Iterator[Relation]:
         for source in flow.sources(attempt.pair)
     ]
     yield from _between_elements(attempt, sources)
-    masks = [flow.mask(which, event) for which, event in enumerate(events)]
+    masks = flow.masks(attempt.pair)
     a, b = (
         None if mask is None else read(which, mask, event)
         for which, (mask, event) in enumerate(zip(masks, events, strict=True))
     )
-    yield from attending.relations(attempt, sources, (a, b))
+    of_masks = flow.of(masks[0]) if masks[0] and masks[1] else None
+    further = {"mask": of_masks} if of_masks else {}
+    for relation in attending.relations(attempt, sources, (a, b)):
+        yield replace(relation, sources={**relation.sources, **further})
 
 
 def _between_elements(attempt: Attempt, sources: Sequence[View]) -> Iterator[Relation]:

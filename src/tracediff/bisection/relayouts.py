@@ -116,7 +116,7 @@ def applied(traces: tuple[Trace, Trace], common: Common, layouts: Mapping[str, R
         return common
     loaded = [pair for pair in common.alignment.pairs if pair.baseline.site.phase == "loading"]
     views = {
-        id(pair.target): viewed(traces[1], pair.target, take)
+        id(pair.target): viewed(traces[1], pair.target, take, alone=True)
         for pair in common.alignment.pairs
         if pair.target.payload is not None and (take := _take_of(pair.baseline, layouts))
     }

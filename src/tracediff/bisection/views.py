@@ -75,9 +75,14 @@ def reshaped(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     return array.reshape(shape)
 
 
-def viewed(trace: Trace, event: Event, take: Take) -> Event:
+def viewed(trace: Trace, event: Event, take: Take, *, alone: bool = False) -> Event:
     """An event with the value that `take` makes of another's, which has a payload."""
-    return filled(trace, replace(event, view=View(event, take)))
+    return filled(trace, replace(event, view=View(event, take, alone)))
+
+
+def around(event: Event) -> Event:
+    """An event in the layout that the values around its module have."""
+    return event.view.whole if event.view is not None and event.view.alone else event
 
 
 def filled(trace: Trace, view: Event) -> Event:
