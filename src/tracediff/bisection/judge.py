@@ -42,6 +42,9 @@ _SMALLEST: Final = 1e-30
 _SUSPECT: Final = 1 / 8
 """Fraction of the cheap bound above which the referee looks at the whole of a costly operation."""
 
+_FLUSHED: Final = 2.0**-126
+"""Smaller numbers may be flushed to zero: the smallest normal one of float32 and bfloat16."""
+
 _LOADING_ULPS: Final = 2.0
 """Parameters may differ by the rounding of one conversion, and by no more."""
 
@@ -214,7 +217,7 @@ class StepJudge:
             within = override.accepts(*values)
             bound = Bound(rel_l2=override.rtol, derivation=f"--rtol/--atol {override.pattern}")
         if within:
-            exact = not error.differing and not error.estimated
+            exact = not error.differing and not error.estimated and pair.layout != "same"
             mark = "identical" if exact and not figures.masked else "equivalent"
             if not inherited.tainted:
                 level = Level(error.rel_l2, error.rel_l2)
@@ -410,6 +413,8 @@ class StepJudge:
 
 def _within(pair: Pair, error: ErrorFigures, bound: Bound) -> bool:
     """Whether the error of the whole, and of its worst element, is what the bound allows."""
+    if error.max_abs <= _FLUSHED and not error.estimated:
+        return True
     return error.rel_l2 <= bound.rel_l2 and (
         error.estimated
         or pair.baseline.site.phase not in ("loading", "forward")

@@ -70,6 +70,8 @@ def measure(
         max_abs = max(max_abs, float(delta.max()))
         different += int(np.count_nonzero(delta))
         sums += [_square(x) for x in (delta, a, b)]
+    if {a_flat.dtype.kind, b_flat.dtype.kind} <= set("iub"):
+        different, max_abs = _whole_numbers_apart(a_flat, b_flat, counts, max_abs)
     scale = np.sqrt(sums[1] or sums[2])
     rms = scale / np.sqrt(max(used, 1))
     error = ErrorFigures(
@@ -80,6 +82,15 @@ def measure(
         differing=different / used if used else 0.0,
     )
     return Figures(error, nonfinite, int(a_flat.size - used))
+
+
+def _whole_numbers_apart(
+    a: NDArray[Any], b: NDArray[Any], counts: NDArray[np.bool_] | None, max_abs: float
+) -> tuple[int, float]:
+    """How many integers differ, and by how much at most: above 2**53 float64 does not tell."""
+    apart = (a != b) if counts is None else (a != b) & counts
+    different = int(np.count_nonzero(apart))
+    return different, max(max_abs, float(different > 0))
 
 
 def max_ulp(baseline: NDArray[Any], target: NDArray[Any]) -> int | None:

@@ -29,6 +29,7 @@ class Pattern:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def recognise(
     baseline: NDArray[Any], target: NDArray[Any], counts: NDArray[np.bool_] | None = None
 ) -> Pattern | None:
