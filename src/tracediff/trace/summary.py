@@ -40,6 +40,9 @@ SKETCH_SIZE: Final = 256
 QUANTILE_LIMIT: Final = 1 << 20
 """Quantiles of larger tensors are NaN: sorting them would cost more than recording them."""
 
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
+"""Types of which a list is JSON as it stands."""
+
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _NO_QUANTILES: Final = (float("nan"),) * len(_QUANTILES)
 _BLOCK: Final = 1 << 16
@@ -78,6 +81,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
+        if _ATOMS.issuperset(map(type, value)):
+            return list(value)
         return [plain(item) for item in value]
     if isinstance(value, np.generic | np.ndarray):
         return plain(value.tolist()) if value.dtype.kind in "biufSU" else str(value)
