@@ -91,7 +91,7 @@ def test_a_script_that_never_runs_a_model(
 ) -> None:
     path = script(tmp_path, "import torch\ntorch.ones(2).sum()\n")
     sentence = refused(capsys, "record", "-o", str(tmp_path / "run.zarr"), "--", path)
-    assert "without calling a pytorch model" in sentence
+    assert "without rendering a sample or calling a pytorch model" in sentence
 
 
 @pytest.mark.parametrize(

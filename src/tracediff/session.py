@@ -150,8 +150,8 @@ def record_script(
 
     Raises:
         UsageError: The script does not exist.
-        ScriptError: The script raised, exited with an error, or never called a model. What it
-            did until then is in the trace.
+        ScriptError: The script raised, exited with an error, or neither rendered a sample nor
+            called a model. What it did until then is in the trace.
     """
     path = Path(script)
     if not path.is_file():
@@ -190,10 +190,10 @@ def record_script(
     except Exception as error:
         what = f"raised {_one_line(error)}"
         raise ScriptError(_kept(script, what, output), status=1) from error
-    if not tape.seen_model:
+    if not (tape.seen_model or tape.seen_samples):
         raise ScriptError(
-            f"{script} ended without calling a {stack} model, so nothing can be compared: check "
-            "the script and --stack"
+            f"{script} ended without rendering a sample or calling a {stack} model, so nothing can "
+            "be compared: check the script and --stack"
         )
     return tape.writer.run
 

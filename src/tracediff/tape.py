@@ -153,6 +153,7 @@ class Tape:
         self.settings_of_skipped: dict[str, Any] = {}
         self.step_started = False
         self.seen_model = False
+        self.seen_samples = False
         self.loaded: dict[str, tuple[bytes, str]] = {}
         """Digest and dtype of each parameter as loaded, by its path."""
 
@@ -333,6 +334,8 @@ class Tape:
             if not source and phase in SOURCED_STAGES:
                 source = user_line()
             order, self._order = self._order, self._order + 1
+            is_sample = phase == "rendering" and sample_step(path) is not None
+            self.seen_samples |= is_sample
             keep = self.policy.keeps_payload(self.step, phase, kind, path)
             wants_sketch = array is not None and not keep and kind == "tensor"
             digest_of_value = digest_value(value) if array is None else digest(array)
@@ -347,7 +350,7 @@ class Tape:
                 dims=tuple(dims),
                 digest=digest_of_value,
                 fingerprint=self._fingerprint(array, digest_of_value)
-                if array is not None and not (phase == "rendering" and sample_step(path))
+                if array is not None and not is_sample
                 else (),
                 sketch=sketch(array)
                 if array is not None and wants_sketch and self.policy.keeps_sketch(self.step, phase)

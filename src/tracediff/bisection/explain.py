@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from tracediff.bisection import batch_rows
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.rendered import differ_rows, differ_texts, inputs_of
 from tracediff.bisection.values import read_pair
@@ -85,6 +86,13 @@ def explain(
         rows = judged.event.kind != "state"
         found = differ_rows(traces, judged.pair, values, counts) if rows else None
         named = _named(found) if found else {}
+        if arranged := batch_rows.find(traces, judged.event):
+            named = {
+                "kind": arranged.kind,
+                "pattern": arranged.pattern,
+                "meaning": arranged.meaning,
+                "detail": {**named.get("detail", {}), **arranged.detail},
+            }
         return replace(bare, **named, deviations=_deviations(values, counts), settings=relevant)
     pattern = recognise(*values, counts)
     facts: dict[str, Any] = {}

@@ -13,13 +13,23 @@ from tracediff.cli import options, output
 from tracediff.errors import UsageError
 
 if TYPE_CHECKING:
+    from tracediff.rendering.recorded import Recorded
     from tracediff.rendering.records import Record, Settings
 
 Data = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
         metavar="DATA.jsonl",
         help="Conversations, one JSON object per line: 'messages', or 'question' and 'answer'.",
+    ),
+]
+RecordedRun = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="RUN.zarr",
+        help="Render the conversations of a recorded run again, instead of a file, and compare "
+        "each route with what was recorded.",
     ),
 ]
 Routes = Annotated[
@@ -27,7 +37,8 @@ Routes = Annotated[
     typer.Option(
         "--route",
         metavar="NAME:PATH",
-        help="A route and its folder: hf, hf2, mlx, jinja, bpe or js. Give it twice or more.",
+        help="A route and its folder: hf, hf2, mlx, jinja, bpe or js. Give it twice or more; with "
+        "--trace, once or more.",
     ),
 ]
 Limit = Annotated[
@@ -58,7 +69,8 @@ TurnByTurn = Annotated[
 
 
 def render(
-    data: Data,
+    data: Data = None,
+    trace: RecordedRun = None,
     route: Routes = None,
     json: options.Json = None,
     limit: Limit = None,
@@ -69,24 +81,36 @@ def render(
 ) -> int:
     """Render conversations through several routes and compare text and token IDs."""
     from tracediff.rendering.checking import check
+    from tracediff.rendering.recorded import Recorded
     from tracediff.rendering.records import Settings, read_tools
-    from tracediff.rendering.routes import open_route
+    from tracediff.rendering.routes import Named, open_route
     from tracediff.report.json import dumps
-    from tracediff.report.rendering import to_json, to_text
+    from tracediff.report.rendering import TRACE, to_json, to_text
 
     specs = route or []
-    if len(set(specs)) < 2 or len(set(specs)) < len(specs):
+    if (data is None) == (trace is None):
+        raise UsageError("give either a file of conversations or --trace RUN.zarr")
+    if len(set(specs)) < (2 if trace is None else 1) or len(set(specs)) < len(specs):
         raise UsageError("give two or more different --route NAME:PATH to compare")
+    if trace is not None and (add_generation_prompt or tools or variables):
+        raise UsageError("--trace renders what was recorded: leave out --set, --tools and the like")
     output.check_writable(json)
     settings = Settings(
         add_generation_prompt,
         read_tools(tools) if tools else None,
         dict(_variable(text) for text in variables or ()),
     )
-    size = data.stat().st_size
-    result = check(
-        [open_route(spec) for spec in specs], _watched(data, settings, limit, size), turns=turns
-    )
+    routes = [open_route(spec) for spec in specs]
+    if trace is not None:
+        recorded = Recorded(trace, routes)
+        records = _counted(recorded, limit)
+        routes.append(Named(f"{TRACE}:{trace}", recorded))
+        if recorded.others:
+            output.tell(f"{recorded.others} samples have no messages: they cannot be rendered")
+    else:
+        assert data is not None
+        records = _watched(data, settings, limit, data.stat().st_size)
+    result = check(routes, records, turns=turns)
     if json is not None:
         output.write(json, dumps(to_json(result)))
     if json != output.STDOUT:
@@ -103,6 +127,17 @@ def _watched(data: Path, settings: Settings, limit: int | None, size: int) -> It
             yield record
             if progress is not None:
                 progress("rendering", record.offset, size)
+
+
+def _counted(recorded: Recorded, limit: int | None) -> Iterator[Record]:
+    """The recorded conversations, with a progress bar."""
+    with output.progress() as progress:
+        for done, record in enumerate(recorded.records(limit), 1):
+            yield record
+            if progress is not None:
+                progress(
+                    "rendering", done, min(limit or recorded.conversations, recorded.conversations)
+                )
 
 
 def _variable(text: str) -> tuple[str, Any]:

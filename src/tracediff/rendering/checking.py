@@ -28,7 +28,8 @@ class Finding:
     """Records that differ in one way between one reference route and one other route.
 
     Attributes:
-        step: The first step at which they part: `text`, `ids`, or `refused` (by one of them).
+        step: The first step at which they part: `text`, `ids`, or `refused` (by one of them); of a
+            recorded run `template` where already the template's text departs.
         agreeing: The routes that agree with the reference on the first such record.
         record, line, identity: The first record with it.
         detail: The first difference itself: index, both contexts, facts of the class.
@@ -178,7 +179,8 @@ class Checker:
                 found = ("refused", _reason(outcome), f"{name} refuses: {outcome}", detail)
             elif outcome.text != first.text:
                 text = differ_text(first.text, outcome.text, self._vocabulary, record.has_system)
-                found = ("text", text.pattern, text.meaning, dict(text.detail))
+                step = "text" if outcome.template in (None, first.text) else "template"
+                found = (step, text.pattern, text.meaning, dict(text.detail))
             else:
                 continue
             differs = True

@@ -31,10 +31,16 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What a route makes of a record; `ids` is None where the route has no tokenizer."""
+    """What a route makes of a record; `ids` is None where the route has no tokenizer.
+
+    Attributes:
+        text: What was given to the tokenizer.
+        template: What the template made, where a script may have changed it before.
+    """
 
     text: str
     ids: tuple[int, ...] | None = None
+    template: str | None = None
 
 
 class Route(ABC):

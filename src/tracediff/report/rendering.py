@@ -13,6 +13,9 @@ from tracediff.rendering.checking import Check, Finding, Tally
 from tracediff.report.text import inert, visible
 
 FORMAT: Final = 1
+TRACE: Final = "trace"
+"""Name of the route that stands for a recorded run."""
+
 _CONTEXT: Final = 60
 _MARKS: Final = {"agree": "✓", "differ": "✗", "incomparable": "?"}
 _STYLES: Final = {"agree": "green", "differ": "red", "incomparable": "yellow"}
@@ -74,11 +77,18 @@ def _findings(check: Check) -> Iterator[Text]:
         yield Text(f"{inert(finding.route)} departs in {finding.count} record(s), {what}", "bold")
         named = f" ({inert(finding.identity)})" if finding.identity else ""
         yield Text(f"  {inert(finding.meaning)}")
-        yield Text(f"  first in record {finding.record}{named}, line {finding.line}")
+        yield Text(f"  first in record {finding.record}{named}{_where(finding)}")
         yield from _context(finding)
         if len(finding.agreeing) > 1:
             agreeing = ", ".join(map(inert, finding.agreeing))
             yield Text(f"  on it these agree with each other: {agreeing}", "dim")
+
+
+def _where(finding: Finding) -> str:
+    """The line of the file, or that of a recorded run: its step and sample."""
+    if finding.route.startswith(f"{TRACE}:"):
+        return f", {finding.line}/rendering/sample[{finding.record}].{finding.step}"
+    return f", line {finding.line}"
 
 
 def _context(finding: Finding) -> Iterator[Text]:
@@ -86,7 +96,7 @@ def _context(finding: Finding) -> Iterator[Text]:
     detail = finding.detail
     for side, route in (("baseline", finding.reference), ("target", finding.route)):
         name = inert(route.partition(":")[0])
-        if finding.step == "text":
+        if finding.step in ("text", "template"):
             shown = visible(_clip(detail, f"{side}_context"))
             yield Text(f"    {name:<6} at character {detail['index']}: …{shown}…")
         elif finding.step == "ids":
