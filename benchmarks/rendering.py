@@ -182,8 +182,8 @@ def table(found: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"{found['records']:,} records, {tokens:,} tokens, trace of {found['trace_bytes']:,} bytes: "
-        f"{found['trace_bytes'] / tokens:.2f} bytes a token. First divergence: "
+        f"{found['records']:,} records, {tokens:,} tokens, {found['trace_bytes']:,} bytes of trace, "
+        f"{found['trace_bytes'] / tokens:.2f} a token. First divergence: "
         f"{found['bisect']['site']}, index {found['bisect']['index']}.",
     ]
     return "\n".join(lines)
