@@ -38,7 +38,7 @@ _ANSWERS: Final = (
     "{free} In {condition}, {drug} is stopped when the {lab} exceeds {number} {unit}.",
 )
 _FILLS: Final[dict[str, Sequence[str]]] = {
-    "drug": "metformin lisinopril apixaban vancomycin amiodarone digoxin warfarin heparin".split(),
+    "drug": ["metformin", "lisinopril", "apixaban", "vancomycin", "amiodarone", "warfarin"],
     "condition": ["septic shock", "heart failure", "type 2 diabetes", "acute pancreatitis"],
     "lab": ["serum sodium", "lactate", "troponin I", "creatinine", "HbA₁c", "pCO₂"],
     "unit": ["mmol/L", "µg/kg/min", "mg·dL⁻¹", "ng/mL", "%"],
@@ -182,8 +182,8 @@ def table(found: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"{found['records']:,} records, {tokens:,} tokens, {found['trace_bytes']:,} bytes of trace, "
-        f"{found['trace_bytes'] / tokens:.2f} a token. First divergence: "
+        f"{found['records']:,} records, {tokens:,} tokens, trace of {found['trace_bytes']:,} "
+        f"bytes, {found['trace_bytes'] / tokens:.2f} a token. First divergence: "
         f"{found['bisect']['site']}, index {found['bisect']['index']}.",
     ]
     return "\n".join(lines)
