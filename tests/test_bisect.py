@@ -438,3 +438,21 @@ def test_a_step_in_which_one_side_only_evaluates_is_named(tmp_path: Path, evalua
             "step",
             "extra",
         )
+
+
+def test_a_loss_that_is_reported_wrong_is_told_though_its_gradients_agree(tmp_path: Path) -> None:
+    def values(loss: float) -> list[tuple[str, object]]:
+        x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+        return [
+            ("0/forward/fc#0:in", x),
+            ("0/forward/fc#0:out", (x * 2, {"inputs": (0,)})),
+            ("0/loss/loss#0", (loss, {"inputs": (1,)})),
+            ("0/backward/fc#0:grad_out", (x * 0.1, {"inputs": (2,)})),
+            ("0/trajectory/loss#0", loss),
+        ]
+
+    right = build_trace(tmp_path / "a", values(2.5))
+    wrong = build_trace(tmp_path / "b", values(2.75))
+    first = bisect(right, wrong).first
+    assert first is not None
+    assert first.site == "0/loss/loss#0:out"

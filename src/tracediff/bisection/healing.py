@@ -114,6 +114,10 @@ def _healed(judged: Judged, step: Step) -> bool:
     computed = judged.kind in ("value", "labels") and site.phase in ("forward", "loss", "backward")
     if not computed and not only_by_effect(judged.event):
         return False
+    if site.phase == "loss" and any(
+        j.mark == "diverged" for j in step.stage("trajectory") if j.event.site.path == "loss"
+    ):
+        return False  # the loss is a result in itself, also where its gradients agree
     users: dict[int, list[Judged]] = defaultdict(list)
     for user in step.judged:
         for order in user.event.inputs:
