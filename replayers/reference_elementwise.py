@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
+from tracediff.replayers.reference_functions import erf
+from tracediff.replayers.reference_functions import sigmoid as logistic
 from tracediff.replayers.reference_rounding import (
     arithmetic,
     is_narrow,
@@ -36,14 +37,14 @@ def silu(call: Call) -> Replayed:
     """
     data = wide(call.inputs["in"])
     condition = 1 + np.abs(data) / _FUNCTION
-    return _rounded(call, data * _sigmoid(data), condition, stores=_SIGMOID_STORES + 1)
+    return _rounded(call, data * logistic(data), condition, stores=_SIGMOID_STORES + 1)
 
 
 def quick_gelu(call: Call) -> Replayed:
     """`x sigmoid(1.702 x)`. Hendrycks and Gimpel, "Gaussian error linear units", 2016."""
     data = wide(call.inputs["in"])
     condition = 1 + np.abs(data)
-    return _rounded(call, data * _sigmoid(1.702 * data), condition, stores=_SIGMOID_STORES + 2)
+    return _rounded(call, data * logistic(1.702 * data), condition, stores=_SIGMOID_STORES + 2)
 
 
 def gelu(call: Call) -> Replayed | None:
@@ -59,7 +60,7 @@ def gelu(call: Call) -> Replayed | None:
     if approximate == "tanh":
         inner = np.tanh(_TANH_SCALE * (data + _TANH_CUBIC * data**3))
     else:
-        inner = _erf(data / math.sqrt(2))
+        inner = erf(data / math.sqrt(2))
     value = 0.5 * data * (1 + inner)
     # Where the function has saturated, an error of its argument does not show.
     slope = (1 - np.abs(inner)) * np.abs(data)
@@ -85,7 +86,7 @@ def tanh(call: Call) -> Replayed:
 def sigmoid(call: Call) -> Replayed:
     """`1 / (1 + exp(-x))`."""
     data = wide(call.inputs["in"])
-    return _rounded(call, _sigmoid(data), 1 + np.abs(data) / _FUNCTION, stores=_SIGMOID_STORES)
+    return _rounded(call, logistic(data), 1 + np.abs(data) / _FUNCTION, stores=_SIGMOID_STORES)
 
 
 def handed_through(call: Call) -> Replayed | None:
@@ -106,12 +107,3 @@ def _rounded(call: Call, value: Floats, condition: Floats, stores: int) -> Repla
         f"{call.op} {call.dtype}",
         reach_of(call, value, spread, on_the_way),
     )
-
-
-def _sigmoid(x: Floats) -> Floats:
-    small = np.exp(-np.abs(x))
-    result: Floats = np.where(x >= 0, 1.0, small) / (1 + small)
-    return result
-
-
-_erf: Final[Callable[[Floats], Floats]] = np.vectorize(math.erf, otypes=[np.float64])

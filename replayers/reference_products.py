@@ -109,7 +109,7 @@ def _lora(call: Call, x: NDArray[Any]) -> Replayed | None:
     peft keeps A as (r, in) and B as (out, r), mlx-lm as (in, r) and (r, out). The error of `x A`
     is passed on by B as `sqrt(spread**2 B**2)`; `s (x A)` is stored before and after.
     """
-    found = _lora_parts(call.params)
+    found = lora_parts(call.params)
     scale = call.settings.get("scale")
     drops = any(name.endswith(".p") and value for name, value in call.settings.items())
     if found is None or scale is None or drops:
@@ -135,7 +135,7 @@ def _lora(call: Call, x: NDArray[Any]) -> Replayed | None:
     return Replayed(value, spread, f"{call.op} LoRA K={x.shape[-1]} r={up.shape[0]} {call.dtype}")
 
 
-def _lora_parts(
+def lora_parts(
     params: Mapping[str, NDArray[Any]],
 ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any], NDArray[Any]] | None:
     """Base weight (in, out), bias, A (in, r) and B (r, out), or None for any other adapter."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tracediff import replaying
 from tracediff.replayers import reference_attention as attention
@@ -19,6 +22,7 @@ from tracediff.replayers import reference_losses as losses
 from tracediff.replayers import reference_norms as norms
 from tracediff.replayers import reference_products as products
 from tracediff.replayers import reference_rope as rope
+from tracediff.replayers.reference_gradients import gradient_of
 from tracediff.replaying import Call, Replayed
 
 
@@ -107,6 +111,31 @@ class Replayer(replaying.Replayer):
         if call.params and not formula.takes_params:
             return None
         return formula.function(call)
+
+    def differentiates(self, op: str) -> bool:
+        return gradient_of(op) is not None
+
+    def gradient(
+        self,
+        call: Call,
+        upstream: NDArray[Any],
+        wrt: str,
+        rows: NDArray[np.intp] | None = None,
+    ) -> Replayed | None:
+        function = gradient_of(call.op)
+        if function is None or call.inputs.keys() != {"in"}:
+            return None
+        if rows is not None and wrt == "weight" and self.is_by_rows(call.op):
+            # A row of (out, in) is of one output, a row of Conv1D's (in, out) of one input.
+            if call.op == "Conv1D":
+                call = replace(call, inputs={"in": call.inputs["in"][..., rows]})
+            else:
+                upstream = upstream[..., rows]
+            return function(call, upstream, wrt)
+        found = function(call, upstream, wrt)
+        if found is None or rows is None:
+            return found
+        return replace(found, value=found.value[rows], spread=found.spread[rows])
 
 
 def _formula(op: str) -> _Formula | None:

@@ -88,3 +88,24 @@ class Replayer(ABC):
             None where the trace does not hold what the output depends on: a parameter, the random
             numbers of a dropout that is on, a setting of another kind than the formula knows.
         """
+
+    def differentiates(self, op: str) -> bool:
+        """Whether gradients of calls of `op` can be recomputed."""
+        return False
+
+    def gradient(
+        self,
+        call: Call,
+        upstream: NDArray[Any],
+        wrt: str,
+        rows: NDArray[np.intp] | None = None,
+    ) -> Replayed | None:
+        """Recomputes what one call contributes to the gradient of its input or of a parameter.
+
+        Args:
+            call: As for `replay`; `dtype` is that of the gradient.
+            upstream: Gradient of the loss with respect to the call's output.
+            wrt: `in`, or the name of a parameter.
+            rows: Rows of the parameter's first axis that are wanted, or None for all.
+        """
+        return None

@@ -1,18 +1,23 @@
 """Which side is wrong at the first divergence: each is held to what it was itself given.
 
 The referee blames where a formula decides. Here are the other witnesses: the weight files that a
-side loaded and the configuration next to them. A side that departs from its own is wrong; where
-both or neither do, nobody is blamed.
+side loaded and the configuration next to them, its own samples, its own logits and next tokens, the
+number of its latest update. A side that departs from its own is wrong; where both or neither do,
+nobody is blamed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tracediff.bisection.configuration import departures, follows_rotary_base, is_rotary_table
 from tracediff.bisection.inheritance import Judged
+from tracediff.bisection.losses import examine
+from tracediff.bisection.own_samples import is_consistent
 from tracediff.bisection.weights import Files
+from tracediff.errors import TraceError
+from tracediff.events import Event
 from tracediff.trace import Trace
 from tracediff.verdict import Divergence
 
@@ -29,6 +34,12 @@ def assign(found: Divergence, first: Judged | Divergence, traces: Traces) -> Div
             found = _of_loaded(found, first, traces)
         elif found.kind in ("missing", "extra"):
             found = _of_missing(found, traces)
+    elif found.stage == "rendering":
+        found = _of_rendering(found, traces)
+    elif isinstance(first, Judged) and found.stage == "loss":
+        found = _of_loss(found, first, traces)
+    elif isinstance(first, Judged) and (found.stage, found.port) == ("optimizer", "hyper"):
+        found = _of_count(found, first, traces)
     if found.blame == "undecided" and found.stage in ("loading", "forward"):
         found = _of_configuration(found, traces)
     return found
@@ -68,6 +79,56 @@ def _of_missing(found: Divergence, traces: Traces) -> Divergence:
     if not Files(traces[lacking]).have([found.path]):
         return found
     return _blamed(found, _SIDES[lacking], f"the weight file of the {_SIDES[lacking]} has it")
+
+
+def _of_rendering(found: Divergence, traces: Traces) -> Divergence:
+    """Text, IDs, labels or masks are wrong on the side on which they do not follow from its own
+    samples."""
+    sites = found.site, found.target_site or found.site
+    known: list[bool | None] = []
+    for trace, site in zip(traces, sites, strict=True):
+        try:
+            known.append(is_consistent(trace, trace.find(site)))
+        except TraceError:
+            return found
+    return _told(found, known, "on the {} it does not follow from its own samples")
+
+
+def _of_loss(found: Divergence, first: Judged, traces: Traces) -> Divergence:
+    """A loss is wrong on the side on which it is not that of its own logits and next tokens."""
+    examined = [
+        examine(t, e.site.step, e.site.call) for t, e in zip(traces, _events(first), strict=True)
+    ]
+    labels = [loss.is_of_next_tokens for loss in examined]
+    found = _told(found, labels, "on the {} the labels are not the next tokens of its own batch")
+    if found.blame != "undecided":
+        return found
+    means = [loss.is_mean for loss in examined]
+    return _told(found, means, "on the {} it is not the mean over the tokens with a gradient")
+
+
+def _of_count(found: Divergence, first: Judged, traces: Traces) -> Divergence:
+    """An optimizer that has lost count of its updates has lost its state."""
+    if found.step not in traces[0].steps[1:]:
+        return found
+    known = [_counts_on(t, e) for t, e in zip(traces, _events(first), strict=True)]
+    return _told(found, known, "the {} has lost count of its updates, and with it its state")
+
+
+def _counts_on(trace: Trace, event: Event) -> bool | None:
+    """Whether the number of an update follows that of the step before."""
+    before = trace.steps[trace.steps.index(event.site.step) - 1]
+    for other in trace.events(before, samples=False):
+        site = other.site
+        if (site.phase, site.path, site.port) == ("optimizer", event.site.path, "hyper"):
+            values = [e.value for e in (other, event) if isinstance(e.value, Mapping)]
+            counts = [int(value["step"]) for value in values if "step" in value]
+            return counts[1] == counts[0] + 1 if len(counts) == 2 else None
+    return None
+
+
+def _events(first: Judged) -> tuple[Event, Event]:
+    return first.pair.baseline, first.pair.target
 
 
 def _of_configuration(found: Divergence, traces: Traces) -> Divergence:

@@ -109,6 +109,8 @@ def _healed(judged: Judged, step: Step) -> bool:
     differs matters only if the text or the token IDs do.
     """
     site = judged.event.site
+    if site.phase == "backward" and judged.blame != "undecided":
+        return False  # a side broke the chain rule; that Adam undoes a factor is no excuse
     if judged.relayout is not None:
         return _undone(judged.relayout, site.path, step)
     computed = judged.kind in ("value", "labels") and site.phase in ("forward", "loss", "backward")

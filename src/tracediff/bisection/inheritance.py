@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from tracediff.bisection.memory import Memory
 from tracediff.bisection.relayouts import Relayout
+from tracediff.bisection.updates import History
 from tracediff.events import ROOT, STAGE_RANK, Event, Pair
 from tracediff.verdict import Bound, ErrorFigures
 
@@ -81,6 +82,7 @@ class State:
 
     def __init__(self) -> None:
         self.memory = (Memory(), Memory())
+        self.histories = (History(), History())
         self.params: tuple[dict[str, Level], dict[str, Level]] = ({}, {})
         self.moments: dict[tuple[str, str], Level] = {}
         self.relayouts: dict[str, Relayout] = {}

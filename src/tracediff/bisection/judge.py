@@ -23,9 +23,12 @@ from tracediff.align import Alignment
 from tracediff.bisection import carry
 from tracediff.bisection.flow import Flow
 from tracediff.bisection.given import AsGiven, is_replay
+from tracediff.bisection.gradients import Gradients
+from tracediff.bisection.held import Finding
 from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
 from tracediff.bisection.referee import Referee, Ruling
+from tracediff.bisection.updates import Updates
 from tracediff.bisection.values import estimate, norm, read_pair
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
@@ -85,11 +88,10 @@ class StepJudge:
         self._referee = Referee(
             (traces[0], self._given or traces[1]), traces, events, state.memory, self._flow
         )
-        self._params_after = {
-            pair.baseline.site.path: pair
-            for pair in alignment.pairs
-            if (pair.baseline.site.phase, pair.baseline.site.port) == ("optimizer", "param")
-        }
+        for history, side in zip(state.histories, events, strict=True):
+            history.begin(side)
+        self._updates = Updates(traces, events, state.histories)
+        self._gradients = Gradients(traces, events, state.memory, alignment.pairs)
         self.padding = self._padding_of(events)
         self._cross_entropies = tuple(
             any(e.site.path == "loss.cross_entropy" for e in side) for side in events
@@ -108,6 +110,8 @@ class StepJudge:
         judged = [self._ledger.remember(self._cut(self._marked(pair))) for pair in pairs]
         for memory, side in zip(self._state.memory, self._events, strict=True):
             memory.finish(side)
+        for history, side in zip(self._state.histories, self._events, strict=True):
+            history.finish(side)
         return judged
 
     def _cut(self, judged: Judged) -> Judged:
@@ -195,19 +199,22 @@ class StepJudge:
         if figures.nonfinite:
             return self._beyond(pair, "nonfinite", inherited, figures)
         error = figures.error
-        bound, explained = self._bound(pair, inherited, error, values)
+        bound, explained = self._bound(pair, inherited), False
         within = _within(pair, error, bound)
         if pair.baseline.site.phase == "loading" and values is not None:
             within = one_conversion_apart(*values)
         ruling = self._ruling(pair, figures, bound, values)
-        if ruling is None:
-            passing = carry.unruled(pair, inherited, error.rel_l2)
-            within = within and passing.healed
-        else:
+        if isinstance(ruling, Ruling):
             passing = carry.ruled(pair, ruling, self._ledger, error.rel_l2)
             inherited = passing.inherited
+            within = ruling.within
+        else:
+            passing = carry.unruled(pair, inherited, error.rel_l2)
+            within = within if ruling is None or inherited.tainted else ruling.within
+        within = within and passing.healed
+        if ruling is not None:
             explained, bound = ruling.within, ruling.bound
-            within = ruling.within and passing.healed
+            within = within and ruling.within
         level = passing.level
         noisy = self._options.widened(pair.baseline, bound, self.padding)
         if noisy is not None:
@@ -235,15 +242,19 @@ class StepJudge:
         figures: Figures,
         bound: Bound,
         values: tuple[NDArray[Any], NDArray[Any]] | None,
-    ) -> Ruling | None:
-        """The referee's word on a pair; a spot check will do where the cheap bound is far off."""
+    ) -> Ruling | Finding | None:
+        """What recomputing a pair says; a spot check will do where the cheap bound is far off."""
         error = figures.error
         clear = error.rel_l2 <= _SUSPECT * bound.rel_l2 and (
             error.max_rel <= _SUSPECT * bounds.ELEMENT_HEADROOM * bound.rel_l2
         )
         if values is None or not error.differing:
             return None
+        if pair.baseline.site.phase == "optimizer":
+            return self._updates.rule(pair, values, spot=clear)
         counts = self.padding.counts(pair.baseline, values[0].shape)
+        if pair.baseline.site.phase == "backward":
+            return self._gradients.rule(pair, values, counts, spot=clear)
         return self._referee.rule(pair, values, counts, spot=clear)
 
     def _beyond(
@@ -272,25 +283,19 @@ class StepJudge:
 
     # ---- bounds ----------------------------------------------------------------------------
 
-    def _bound(
-        self,
-        pair: Pair,
-        inherited: Level,
-        error: ErrorFigures,
-        values: tuple[NDArray[Any], NDArray[Any]] | None,
-    ) -> tuple[Bound, bool]:
-        """The bound of a pair of tensors, and whether its inputs alone explain its error."""
+    def _bound(self, pair: Pair, inherited: Level) -> Bound:
+        """The bound of a pair of tensors, where nothing recomputes it."""
         a, b = pair.baseline, pair.target
         if a.site.phase == "loading":
             ulp = 2 * unit_roundoff(max((a.dtype, b.dtype), key=unit_roundoff))
-            return Bound(rel_l2=_LOADING_ULPS * ulp, derivation="one conversion"), False
+            return Bound(rel_l2=_LOADING_ULPS * ulp, derivation="one conversion")
         if a.site.phase == "loss" and a.shape == () and (found := self._bound_loss(pair)):
-            return found, False
+            return found
         if a.site.phase == "optimizer" and a.site.port == "update":
-            return self._bound_update(pair, inherited, error, values)
+            return self._bound_update(pair, inherited)
         if a.site.phase == "optimizer" and a.site.port == "param":
-            return self._bound_param(pair), False
-        return bounds.bound(a, b, inherited.carry), False
+            return self._bound_param(pair)
+        return bounds.bound(a, b, inherited.carry)
 
     def _bound_loss(self, pair: Pair) -> Bound | None:
         """The bound of a loss that is a cross-entropy of the model's output, if it is one."""
@@ -304,56 +309,11 @@ class StepJudge:
         counts = self.padding.counts(output.event, logits[0].shape)
         return bounds.cross_entropy(logits, counts, loss[_MEAN])
 
-    def _bound_update(
-        self,
-        pair: Pair,
-        inherited: Level,
-        error: ErrorFigures,
-        values: tuple[NDArray[Any], NDArray[Any]] | None,
-    ) -> tuple[Bound, bool]:
-        op = pair.baseline.op
-        found = self._explain_update(pair, values) if values is not None else None
-        if found is None:
-            roundoff = unit_roundoff(pair.baseline.dtype)
-            limit = optimizers.sign_like_bound(inherited.carry, roundoff)
-            return Bound(rel_l2=limit, derivation=f"{op} update of its state"), False
-        unexplained, allowed = found
-        explained = unexplained <= allowed
-        if explained and not inherited.tainted:
-            allowed = max(allowed, error.rel_l2)
-        return Bound(rel_l2=allowed, derivation=f"{op} formula on each side's own state"), explained
-
-    def _explain_update(
-        self, pair: Pair, values: tuple[NDArray[Any], NDArray[Any]]
-    ) -> tuple[float, float] | None:
-        path = pair.baseline.site.path
-        found = {
-            port: self._ledger.at("optimizer", path, port)
-            for port in ("hyper", "state.exp_avg", "state.exp_avg_sq")
-        }
-        params = self._params_after.get(path)
-        if None in found.values() or params is None or pair.baseline.op not in optimizers.ADAM:
-            return None
-        moments = [
-            self._values(judged.pair)
-            for port, judged in found.items()
-            if port != "hyper" and judged is not None
-        ]
-        after = self._values(params)
-        if after is None or any(moment is None for moment in moments):
-            return None
-        hyper = found["hyper"].event.value  # type: ignore[union-attr]
-        predicted = tuple(
-            optimizers.adam_update(
-                moments[0][side],  # type: ignore[index]
-                moments[1][side],  # type: ignore[index]
-                after[side].astype(np.float64) - values[side].astype(np.float64),
-                hyper | {"decoupled": pair.baseline.op == "AdamW"},
-            )
-            for side in (0, 1)
-        )
+    def _bound_update(self, pair: Pair, inherited: Level) -> Bound:
+        """The bound of an update whose formula is not known, or whose state was not kept."""
         roundoff = unit_roundoff(pair.baseline.dtype)
-        return optimizers.residual(values, predicted, after, hyper, roundoff)  # type: ignore[arg-type]
+        limit = optimizers.sign_like_bound(inherited.carry, roundoff)
+        return Bound(rel_l2=limit, derivation=f"{pair.baseline.op} update of its state")
 
     def _bound_param(self, pair: Pair) -> Bound:
         """A parameter after its update: apart by what it was before plus what the update adds."""

@@ -9,13 +9,28 @@ state, predicts that difference; what it does not predict was introduced by the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.compare.figures import unit_roundoff
+
 Floats = NDArray[np.float64]
+Hyper = Mapping[str, Any]
+
+_CLIP_EPSILON: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a formula gives, and the standard deviation of its rounding errors."""
+
+    value: Floats
+    spread: Floats
+
 
 ADAM: Final = frozenset({"Adam", "AdamW"})
 
@@ -46,30 +61,88 @@ def adam_update(
     return result
 
 
-def residual(
-    updates: tuple[NDArray[Any], NDArray[Any]],
-    predicted: tuple[Floats, Floats],
-    params_after: tuple[NDArray[Any], NDArray[Any]],
-    hyper: Mapping[str, Any],
-    roundoff: float,
-) -> tuple[float, float]:
-    """Difference of two updates that their states do not explain, and its bound.
+def moment(before: Floats, given: Step, beta: float, roundoff: float) -> Step:
+    """`m = beta m + (1 - beta) g` (Kingma and Ba 2015, algorithm 1); for the second moment `given`
+    is the square. Each product is stored, of a coefficient that is rounded to the same dtype."""
+    kept, added = beta * before, (1 - beta) * given.value
+    value = kept + added
+    spread = _rounded(roundoff, 2 * kept, 4 * added, value)
+    return Step(value, np.hypot(spread, (1 - beta) * given.spread))
 
-    Returns:
-        Both relative to the norm of the baseline's update: the norm of the unexplained part, and
-        what rounding allows. An update read off as `after - before` is known to one rounding of
-        the parameter on each side, and a stack that computes `1 - beta**step` in the parameter's
-        dtype loses to cancellation what that difference is smaller than 1.
-    """
-    observed = updates[0].astype(np.float64) - updates[1].astype(np.float64)
-    unexplained = observed - (predicted[0] - predicted[1])
-    scale = float(np.linalg.norm(updates[0].astype(np.float64))) or 1.0
-    param_norm = max(float(np.linalg.norm(p.astype(np.float64))) for p in params_after)
-    allowed = roundoff * (4 * param_norm / scale + 64)
+
+def momentum(before: Floats | None, given: Step, hyper: Hyper, roundoff: float) -> Step | None:
+    """`b = mu b + (1 - dampening) g` (Sutskever et al. 2013, in the form of PyTorch and MLX), whose
+    first value is g; None at the start where dampening leaves open what that is."""
+    dampening = float(hyper.get("dampening", 0.0) or 0.0)
+    if before is None:
+        return None if dampening else given
+    kept, added = float(hyper["momentum"]) * before, (1 - dampening) * given.value
+    value = kept + added
+    spread = _rounded(roundoff, 2 * kept, 2 * added, value)
+    return Step(value, np.hypot(spread, given.spread))
+
+
+def decayed(grad: Floats, param: Floats, hyper: Hyper, roundoff: float) -> Step:
+    """The gradient with coupled weight decay: `g + lambda p`, whose terms may cancel."""
+    added = float(hyper.get("weight_decay", 0.0) or 0.0) * param
+    value = grad + added
+    return Step(value, _rounded(roundoff, 2 * added, value * bool(added.any())))
+
+
+def squared(given: Step) -> Step:
+    return Step(given.value**2, 2 * np.abs(given.value) * given.spread)
+
+
+def adam_step(exp_avg: Floats, exp_avg_sq: Floats, param: Floats, hyper: Hyper, u: float) -> Step:
+    """Adam's update and its spread: some roundings of its own, of the parameter before and after,
+    and what `1 - beta**step`, computed in float32, loses to cancellation."""
+    value = adam_update(exp_avg, exp_avg_sq, param, hyper)
+    correction = 0.0
     if hyper.get("bias_correction", True):
-        step = float(hyper.get("step", 1) or 1)
-        allowed += sum(roundoff / (1 - float(hyper[name]) ** step) for name in ("beta1", "beta2"))
-    return float(np.linalg.norm(unexplained)) / scale, allowed
+        count = float(hyper.get("step", 1) or 1)
+        first, second = (1 - float(hyper[name]) ** count for name in ("beta1", "beta2"))
+        correction = unit_roundoff("float32") * math.hypot(1 / first, 0.5 / second) / u
+    return Step(value, _rounded(u, 4 * value, correction * value, 2 * param))
+
+
+def sgd_step(direction: Step, param: Floats, hyper: Hyper, roundoff: float) -> Step:
+    """`-lr d`, added to the parameter."""
+    rate = float(hyper["lr"])
+    value = -rate * direction.value
+    spread = _rounded(roundoff, 3 * value, 2 * param)
+    return Step(value, np.hypot(spread, rate * direction.spread))
+
+
+def ahead(direction: Step, buffer: Floats, hyper: Hyper, roundoff: float) -> Step:
+    """Nesterov's direction `g + mu b`."""
+    added = float(hyper["momentum"]) * buffer
+    value = direction.value + added
+    return Step(value, np.hypot(_rounded(roundoff, 2 * added, value), direction.spread))
+
+
+def clipped(grad: Floats, norm: float | None, limit: float, roundoff: float, sums: int) -> Step:
+    """The gradient times `min(1, limit / (norm + 1e-6))`, as both stacks clip by norm; the factor
+    is rounded, and the gradient itself is a sum of `sums` stored ones."""
+    factor = 1.0 if norm is None else min(1.0, limit / (norm + _CLIP_EPSILON))
+    value = factor * grad
+    roundings = sums - 1 + (3 if factor < 1 else 0)
+    return Step(value, _rounded(roundoff, math.sqrt(roundings) * value))
+
+
+def norm_of(squares: Sequence[float], dtype: str, length: int) -> Step:
+    """Norm of several gradients together: squares are summed in float32 at least, norms or sums
+    of single ones stored in the gradients' dtype."""
+    value = np.asarray(math.sqrt(sum(squares)))
+    roundoff, single = unit_roundoff(dtype), unit_roundoff("float32")
+    stored = roundoff * math.sqrt(4 + len(squares) / 4)
+    return Step(value, np.asarray(math.hypot(stored, single * math.sqrt(length)) * float(value)))
+
+
+def _rounded(roundoff: float, *terms: Floats) -> Floats:
+    """Spread of the sum of terms that are each rounded to a dtype."""
+    total = sum(np.square(term) for term in terms)
+    result: Floats = roundoff / math.sqrt(3) * np.sqrt(total)
+    return result
 
 
 def sign_like_bound(inherited: float, roundoff: float) -> float:

@@ -1,0 +1,325 @@
+"""One side's backward pass as a trace holds it: what each gradient is made of.
+
+The gradient of a value is the sum of what all its users pass back. Users are found by value, not by
+name: calls with a formula whose input is bit for bit that value, is it with heads moved before the
+sequence (rotary embedding), or is its sum or product with another value of the same module. What
+comes back through a residual, where no module is, is the gradient of another value: see `Choice`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.bisection import slopes
+from tracediff.bisection.memory import Memory
+from tracediff.bisection.recompute import operand_roundoff
+from tracediff.compare.figures import unit_roundoff
+from tracediff.events import ROOT, Event
+from tracediff.replaying import Call, Floats, Replayed, Replayer
+from tracediff.trace import Trace
+
+Array = NDArray[Any]
+Key = tuple[str, int]
+"""Path and number of a call."""
+
+Rows = NDArray[np.intp] | None
+
+_SAMPLE: Final = 8
+"""Rows on which a sum or product is recognised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one user passes back, or several together: the gradient, and its spread."""
+
+    value: Floats
+    spread: Floats
+    source: str
+    count: int = 1
+
+
+class Backward:
+    """The backward pass of one side in one step.
+
+    Args:
+        reference: What recomputes gradients of calls.
+    """
+
+    def __init__(
+        self, trace: Trace, events: Sequence[Event], memory: Memory, reference: Replayer
+    ) -> None:
+        self._trace = trace
+        self._memory = memory
+        self._reference = reference
+        self._outs: dict[Key, Event] = {}
+        self._ins: dict[Key, Event] = {}
+        self.grads: dict[Key, Event] = {}
+        self._param_grads: Counter[str] = Counter()
+        for event in events:
+            self._take(event)
+        self._calls = Counter(path for path, _ in self._outs)
+        self._readers: dict[bytes, list[Key]] = defaultdict(list)
+        self._writers: dict[bytes, list[Key]] = defaultdict(list)
+        self._children: dict[Key, list[Key]] = defaultdict(list)
+        for key, event in self._ins.items():
+            self._readers[event.digest].append(key)
+        for key, event in self._outs.items():
+            self._writers[event.digest].append(key)
+            self._children[self._parent(key)].append(key)
+
+    def _take(self, event: Event) -> None:
+        phase, key, port = event.site.phase, (event.site.path, event.site.call), event.site.port
+        if phase == "forward" and port == "in":
+            self._ins[key] = event
+        elif phase == "forward" and port == "out":
+            self._outs[key] = event
+        elif phase == "backward" and port == "grad_out":
+            self.grads[key] = event
+        elif phase == "backward" and port == "grad":
+            self._param_grads[event.site.path] += 1
+
+    # ---- gradients of parameters -----------------------------------------------------------
+
+    def of_parameter(self, event: Event, rows: Rows) -> Part | None:
+        """The gradient of a parameter: what all calls of the modules that own it add to it.
+
+        Args:
+            rows: Rows of the first axis, or None for all.
+        """
+        parts = []
+        for module, name in self._owners(event.site.path):
+            calls, passes = self._calls[module], self._param_grads[event.site.path]
+            if not calls or calls % passes:
+                return None
+            each = calls // passes
+            for call in range(event.site.call * each, (event.site.call + 1) * each):
+                found = self._gradient((module, call), event.dtype, name, rows)
+                if found is None:
+                    return None
+                parts.append(Part(found.value, found.spread, module))
+        return together(parts, event.dtype) if parts else None
+
+    def _owners(self, path: str) -> list[tuple[str, str]]:
+        """Modules with a formula that hold a parameter, the innermost, and its name in each."""
+        found = [
+            (module, name)
+            for module in dict.fromkeys(path for path, _ in self._ins)
+            for name, event in self._memory.params(module).items()
+            if event.site.path == path and self._differentiates((module, 0))
+        ]
+        return [
+            (module, name)
+            for module, name in found
+            if not any(other.startswith(f"{module}.") for other, _ in found)
+        ]
+
+    # ---- gradients of values ---------------------------------------------------------------
+
+    def of_output(self, event: Event, rows: Rows) -> tuple[list[Part], list[Key]]:
+        """What the users of a call's output pass back, as far as it is known, and the calls whose
+        output's gradient may be the rest."""
+        key = event.site.path, event.site.call
+        output = self._outs.get(key)
+        if output is None or output.payload is None:
+            return [], []
+        same = self._writers[output.digest]
+        parts, around = [], {self._parent(k) for k in same}
+        for reader in _outermost(filter(self._differentiates, self._readers[output.digest])):
+            around.add(self._parent(reader))
+            if part := self._passed_back(reader, event, output, rows):
+                parts.append(part)
+        alone = not parts  # what an activation module reads is not activated elsewhere
+        for parent in list(around):
+            parts += self._combined(parent, event, output, rows, alone)
+        return parts, list(self._remainders(around, event, output, same))
+
+    def gradient_at(self, key: Key, rows: Rows) -> Array | None:
+        """The recorded gradient of a call's output."""
+        event = self.grads.get(key)
+        if event is None or event.payload is None:
+            return None
+        return _pick(self._trace.array(event), event.shape, rows)
+
+    def _remainders(
+        self, around: set[Key], event: Event, output: Event, same: Sequence[Key]
+    ) -> Iterator[Key]:
+        for parent in around:
+            for key in (parent, *self._children[parent]):
+                grad, out = self.grads.get(key), self._outs.get(key)
+                if grad is None or out is None or key in same or grad.order >= event.order:
+                    continue
+                if grad.shape == output.shape:
+                    yield key
+
+    def _passed_back(self, reader: Key, event: Event, output: Event, rows: Rows) -> Part | None:
+        """What one call passes back to its input, which is the output."""
+        width = math.prod(output.shape[:-1])
+        found = self._gradient(reader, event.dtype, "in", rows, width)
+        if found is None:
+            return None
+        shape = _shape(output.shape, rows)
+        return Part(found.value.reshape(shape), found.spread.reshape(shape), reader[0])
+
+    def _combined(
+        self, parent: Key, event: Event, output: Event, rows: Rows, alone: bool
+    ) -> Iterator[Part]:
+        """What comes back through the calls in a module whose input the output is a part of."""
+        for key in self._children[parent]:
+            given = self._ins.get(key)
+            if given is None or given.order < output.order or given.digest == output.digest:
+                continue
+            if math.prod(given.shape) != math.prod(output.shape) or given.payload is None:
+                continue
+            if not self._differentiates(key):
+                continue
+            if given.op == "RoPE":
+                part = self._turned(key, event, output, rows)
+            elif given.shape == output.shape:
+                part = self._mixed(parent, key, event, output, rows, alone)
+            else:
+                part = None
+            if part is not None:
+                yield part
+
+    def _turned(self, key: Key, event: Event, output: Event, rows: Rows) -> Part | None:
+        """Heads of the output, moved before the sequence and rotated."""
+        given = self._ins[key]
+        if len(given.shape) != 4:
+            return None
+        before = self._trace.array(given).swapaxes(1, 2)
+        if not np.array_equal(before.reshape(output.shape), self._trace.array(output)):
+            return None
+        found = self._gradient(key, event.dtype, "in", None)
+        if found is None:
+            return None
+
+        def back(array: Floats) -> Floats:
+            moved: Floats = array.swapaxes(1, 2).reshape(output.shape)
+            return _pick(moved, output.shape, rows)
+
+        return Part(back(found.value), back(found.spread), key[0])
+
+    def _mixed(
+        self, parent: Key, key: Key, event: Event, output: Event, rows: Rows, alone: bool
+    ) -> Part | None:
+        """A call's input that is made of the output and another value between modules."""
+        given, few = self._ins[key], _few(output.shape)
+        whole = _pick(self._trace.array(given), given.shape, few)
+        mine = self._trace.array(output)
+        own = _pick(mine, output.shape, few)
+        for other in self._partners(parent, given, output):
+            array = self._trace.array(other)
+            partner = _pick(array, other.shape, few)
+            found = list(slopes.of_two(whole, own, partner, self._reference))
+            if not found and alone:
+                found = list(slopes.of_activated(whole, own, partner, self._reference))
+            part = self._passed_back(key, event, output, rows) if found else None
+            if part is None:
+                continue
+            x, y = _pick(mine, output.shape, rows), _pick(array, other.shape, rows)
+            factor, error = found[0](x, y)
+            value = part.value * factor
+            stored = unit_roundoff(event.dtype) * np.abs(value)
+            spread = np.sqrt((part.spread * factor) ** 2 + (part.value * error) ** 2 + stored**2)
+            return Part(value, spread, key[0])
+        return None
+
+    def _partners(self, parent: Key, given: Event, output: Event) -> Iterator[Event]:
+        """Values of the same module that can have been combined with the output, itself last."""
+        found = [self._ins.get(parent), *(self._outs[k] for k in self._children[parent])]
+        for event in (*found, output):
+            if event is None or event.order > given.order:
+                continue
+            if event is not output and event.digest == output.digest:
+                continue
+            if event.shape == output.shape and event.payload is not None:
+                yield event
+
+    # ---- calls -----------------------------------------------------------------------------
+
+    def _parent(self, key: Key) -> Key:
+        """The call that a call was made in, which may have made several of the same module."""
+        path = key[0].rpartition(".")[0] or ROOT
+        each = max(1, self._calls[key[0]] // max(1, self._calls[path]))
+        return path, key[1] // each
+
+    def _differentiates(self, key: Key) -> bool:
+        event = self._ins.get(key)
+        return event is not None and self._reference.differentiates(event.op)
+
+    def _gradient(
+        self, key: Key, dtype: str, wrt: str, rows: Rows, width: int = 0
+    ) -> Replayed | None:
+        """What a call contributes to the gradient of its input or of a parameter.
+
+        Args:
+            rows: Of the input's `width` rows, or of a parameter's first axis.
+        """
+        given, grad = self._ins.get(key), self.grads.get(key)
+        params = self._memory.params(key[0])
+        if given is None or grad is None:
+            return None
+        if any(event.payload is None for event in (given, grad, *params.values())):
+            return None
+        settings: dict[str, Any] = self._memory.settings(key[0]) | dict(given.attributes)
+        settings["operand_roundoff"] = operand_roundoff(settings, dtype)
+        x, upstream = self._trace.array(given), self._trace.array(grad)
+        if wrt == "in" and rows is not None:
+            x, upstream = (_regrouped(array, width, rows) for array in (x, upstream))
+        call = Call(
+            op=given.op,
+            inputs={"in": x},
+            params={name: self._trace.array(event) for name, event in params.items()},
+            settings=self._reference.resolve(given.op, settings),
+            dtype=dtype,
+        )
+        return self._reference.gradient(call, upstream, wrt, None if wrt == "in" else rows)
+
+
+def together(parts: Sequence[Part], dtype: str) -> Part:
+    """The sum of what several users pass back: each sum of two is stored."""
+    value, variance = parts[0].value, parts[0].spread ** 2
+    for part in parts[1:]:
+        value = value + part.value
+        variance = variance + part.spread**2 + (unit_roundoff(dtype) * value) ** 2 / 3
+    names = ", ".join(part.source for part in parts)
+    return Part(value, np.sqrt(variance), names, len(parts))
+
+
+def _outermost(keys: Iterator[Key]) -> Iterator[Key]:
+    """Calls that are not made by one of the others."""
+    found = sorted(keys, key=lambda key: len(key[0]))
+    taken: list[Key] = []
+    for path, call in found:
+        if not any(path.startswith(f"{other}.") and call == number for other, number in taken):
+            taken.append((path, call))
+            yield path, call
+
+
+def _pick(array: Array, shape: tuple[int, ...], rows: Rows) -> Array:
+    if rows is None:
+        return array
+    picked: Array = array.reshape(-1, shape[-1])[rows]
+    return picked
+
+
+def _regrouped(array: Array, width: int, rows: NDArray[np.intp]) -> Array:
+    """Some of `width` rows, split as the array is: a row of a value may be several of a view."""
+    picked: Array = array.reshape(width, -1)[rows].reshape(-1, array.shape[-1])
+    return picked
+
+
+def _shape(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
+    return shape if rows is None else (len(rows), shape[-1])
+
+
+def _few(shape: tuple[int, ...]) -> NDArray[np.intp]:
+    count = math.prod(shape[:-1])
+    return np.unique(np.linspace(0, count - 1, min(_SAMPLE, count)).astype(np.intp))

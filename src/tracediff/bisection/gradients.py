@@ -1,0 +1,155 @@
+"""Rules on the pairs of the backward pass: does each side's gradient follow from its own values?
+
+Both sides are recomputed from their own recorded inputs, parameters and upstream gradients. Where
+both hold within rounding, the pair has at most inherited what it is apart; where one side holds and
+the other does not, that one has introduced it and is to blame. Where neither holds, the gradient is
+made of more than is known (attention), and the cheap bound decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.bisection.backward import Backward, Key, Part, Rows, together
+from tracediff.bisection.held import Finding, finding, held
+from tracediff.bisection.memory import Memory
+from tracediff.bisection.recompute import reference
+from tracediff.bisection.trial import Counts, Values, norm
+from tracediff.events import Event, Pair
+from tracediff.trace import Trace
+
+_FEW: Final = 8
+"""Rows of a gradient that are looked at where nothing looks wrong."""
+
+
+class Gradients:
+    """Rules on the gradients of one step.
+
+    Args:
+        pairs: Of the step: which path of the target is which of the baseline.
+        memory: Parameters and settings of both sides, as they were in the forward pass.
+    """
+
+    def __init__(
+        self,
+        traces: tuple[Trace, Trace],
+        events: tuple[Sequence[Event], Sequence[Event]],
+        memory: tuple[Memory, Memory],
+        pairs: Sequence[Pair],
+    ) -> None:
+        self._passes = tuple(
+            Backward(*given, reference()) for given in zip(traces, events, memory, strict=True)
+        )
+        self._partner = {
+            (p.baseline.site.path, p.baseline.site.call): (p.target.site.path, p.target.site.call)
+            for p in pairs
+            if (p.baseline.site.phase, p.baseline.site.port) == ("backward", "grad_out")
+        }
+
+    def rule(
+        self, pair: Pair, values: Values, counts: Counts = None, *, spot: bool = False
+    ) -> Finding | None:
+        """Rules on a pair of gradients, or returns None where they cannot be recomputed.
+
+        Args:
+            values: Both payloads, finite, in the baseline's layout.
+            counts: False where an element is padding, broadcastable to the shape.
+            spot: Nothing looks wrong: look at a few rows, and return None if they are in order.
+        """
+        port, shape = pair.baseline.site.port, values[0].shape
+        if port not in ("grad", "grad_out") or not shape or not values[0].size:
+            return None
+        if spot and (few := _few_rows(pair, shape, counts)) is not None:
+            picked = tuple(v.reshape(-1, shape[-1])[few] for v in values)
+            found = self._rule(pair, (picked[0], picked[1]), None, few)
+            if found is None or found.within:
+                return None
+        return self._rule(pair, values, counts, None)
+
+    def _rule(self, pair: Pair, values: Values, counts: Counts, rows: Rows) -> Finding | None:
+        if pair.baseline.site.port == "grad":
+            parts = [
+                side.of_parameter(event, rows)
+                for side, event in zip(self._passes, _events(pair), strict=True)
+            ]
+        else:
+            parts = self._of_outputs(pair, values, rows)
+        if parts[0] is None or parts[1] is None or parts[0].count != parts[1].count:
+            return None  # one side's users are not all known
+        found = parts[0], _turned(parts[1], pair)
+        if any(part.value.shape != value.shape for part, value in zip(found, values, strict=True)):
+            return None
+        sides = [
+            held(value, part.value, part.spread, counts)
+            for value, part in zip(values, found, strict=True)
+        ]
+        return finding(sides[0], sides[1], f"gradient through {parts[0].source}")
+
+    def _of_outputs(self, pair: Pair, values: Values, rows: Rows) -> list[Part | None]:
+        """What the gradients are made of: the known parts, and of all values that the rest may be
+        the gradient of, or none, the one that comes closest on one of the sides."""
+        known, rests = [], []
+        for side, event in zip(self._passes, _events(pair), strict=True):
+            parts, keys = side.of_output(event, rows)
+            known.append(parts)
+            rests.append(keys)
+        best: list[Part | None] = [None, None]
+        closest = math.inf
+        on_target = set(rests[1])
+        choices: list[tuple[Key, Key] | None] = [None]
+        choices += [(k, t) for k in rests[0] if (t := self._partner.get(k)) in on_target and t]
+        for choice in choices:
+            found = [self._sum(which, known[which], choice, pair, rows) for which in (0, 1)]
+            if found[0] is None or found[1] is None:
+                continue
+            sides = zip(values, found, strict=True)
+            distance = min(_distance(value, part) for value, part in sides if part)
+            if distance < closest:
+                best, closest = found, distance
+        return best
+
+    def _sum(
+        self, which: int, known: list[Part], choice: tuple[Key, Key] | None, pair: Pair, rows: Rows
+    ) -> Part | None:
+        parts = list(known)
+        if choice is not None:
+            rest = self._passes[which].gradient_at(choice[which], rows)
+            if rest is None:
+                return None
+            wide = rest.astype(np.float64)
+            parts.append(Part(wide, np.zeros(wide.shape), choice[which][0]))
+        return together(parts, _events(pair)[which].dtype) if parts else None
+
+
+def _distance(value: NDArray[Any], part: Part) -> float:
+    if value.shape != part.value.shape:
+        return math.inf
+    wide = value.astype(np.float64)
+    return norm((wide - part.value).reshape(-1)) / (norm(wide.reshape(-1)) or 1.0)
+
+
+def _turned(part: Part, pair: Pair) -> Part:
+    if pair.layout != "transposed":
+        return part
+    return Part(part.value.T, part.spread.T, part.source)
+
+
+def _events(pair: Pair) -> tuple[Event, Event]:
+    return pair.baseline, pair.target
+
+
+def _few_rows(pair: Pair, shape: tuple[int, ...], counts: Counts) -> Rows:
+    """A few rows spread over those that count; None where all have to be looked at."""
+    if len(shape) < 2 or pair.layout != "same":
+        return None
+    rows = np.arange(math.prod(shape[:-1]))
+    if counts is not None:
+        rows = rows[np.broadcast_to(counts, shape).any(axis=-1).reshape(-1)]
+    if rows.size <= _FEW or (pair.baseline.site.port == "grad" and len(shape) != 2):
+        return None
+    return rows[np.unique(np.linspace(0, rows.size - 1, _FEW).astype(np.intp))]
