@@ -149,7 +149,7 @@ def changed(name: str, edit: Any) -> Weights:
 
 EDITS = {
     "one weight": ("model.b.weight", lambda a: a + 0.05 * (np.arange(12).reshape(3, 4) == 5)),
-    "transposed": ("model.a.weight", np.transpose),
+    "scaled": ("model.a.weight", lambda a: 1.01 * a),
     "zero": ("model.b.weight", np.zeros_like),
     "rounded": ("model.b.weight", lambda a: a.astype(ml_dtypes.bfloat16).astype(np.float32)),
 }

@@ -77,14 +77,20 @@ def _is_sample(row: Array, keep: Array, samples: Sequence[list[int]]) -> bool:
 
 
 def _is_padded_sample(row: list[int], samples: Sequence[list[int]]) -> bool:
-    """Whether a row is a sample, cut off, or followed by one token again and again."""
-    for sample in samples:
-        length = len(sample)
-        if row == sample[: len(row)]:
-            return True
-        if row[:length] == sample and len(set(row[length:])) == 1:
-            return True
-    return False
+    return any(row == sample[: len(row)] for sample in samples) or (
+        _padding(row, samples) is not None
+    )
+
+
+def _padding(row: list[int], samples: Sequence[list[int]]) -> slice | None:
+    """Where a row is no sample but one token again and again, after a sample or before it."""
+    for sample in sorted(samples, key=len, reverse=True):
+        rest = len(row) - len(sample)
+        if rest > 0 and row[: len(sample)] == sample and len(set(row[len(sample) :])) == 1:
+            return slice(len(sample), None)
+        if rest > 0 and row[rest:] == sample and len(set(row[:rest])) == 1:
+            return slice(0, rest)
+    return None
 
 
 def _of_labels(trace: Trace, event: Event) -> bool | None:
@@ -97,16 +103,14 @@ def _of_labels(trace: Trace, event: Event) -> bool | None:
     counted = labels != IGNORED
     if not np.array_equal(labels[counted], tokens[counted]):
         return False
-    if mask is None or mask.shape != ids.shape or mask.payload is None:
-        return None if _ends_alike(tokens, counted) else True
-    return not bool(counted[~trace.array(mask).astype(bool)].any())
-
-
-def _ends_alike(tokens: Array, counted: Array) -> bool:
-    """Whether a row ends with a token again and again that is counted: it may be padding."""
-    if tokens.shape[-1] < 2:
-        return False
-    return bool(((tokens[..., -1] == tokens[..., -2]) & counted[..., -1]).any())
+    if mask is not None and mask.shape == ids.shape and mask.payload is not None:
+        return not bool(counted[~trace.array(mask).astype(bool)].any())
+    samples = [found.tolist() for found in _samples(trace, event.site.step)]
+    if not samples or tokens.ndim != 2:
+        return None
+    paddings = [_padding(row.tolist(), samples) for row in tokens]
+    rows = zip(counted, paddings, strict=True)
+    return not any(row[padding].any() for row, padding in rows if padding is not None)
 
 
 def _same_batch(events: Sequence[Event], event: Event, paths: Sequence[str]) -> Event | None:
