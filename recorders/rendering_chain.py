@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.errors import UsageError
 from tracediff.recorders.rendering_spool import Operation
 from tracediff.recording import Patches, Tape
 from tracediff.rendering.steps import listening
@@ -43,6 +45,7 @@ _LAYERS: Final = (
 _LABELS: Final = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """Fields that say which tokens of a sample are trained, the most telling first."""
 
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CANDIDATES: Final = 8
 _SAME_SAMPLE: Final = 0.9
 _REMEMBERED: Final = 1 << 18
@@ -206,7 +209,15 @@ class Chain:
             self._tape.emit("rendering", path, "out", text, kind="text", attributes=attributes)
 
     def told(self, name: str, value: Any, key: Hashable, attributes: Mapping[str, Any]) -> None:
-        """Takes a step that the script itself tells of."""
+        """Takes a step that the script itself tells of.
+
+        Raises:
+            UsageError: The name could not stand in a path.
+        """
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} is no name of a step: use letters, digits and underscores, as 'labels'"
+            )
         index = self._by_key.get(key)
         if index is None or (key is None and name in self._orders.get(index, {})):
             index = self._by_key[key] = self.new()

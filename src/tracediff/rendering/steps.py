@@ -32,6 +32,9 @@ def step(name: str, value: Any, *, sample: Hashable = None, **attributes: Any) -
         sample: Any key that the steps of one sample share, such as its `id`. Without one, steps
             belong to the latest sample until a name comes again.
         attributes: Facts that the step depends on (`max_length=512`), shown where it differs.
+
+    Raises:
+        UsageError: While recording: the name is no identifier.
     """
     for listener in _listeners:
         listener(name, value, sample, attributes)
