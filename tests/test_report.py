@@ -226,8 +226,8 @@ def test_lookalike_characters_are_named() -> None:
 def test_ids_are_listed() -> None:
     detail = {"index": 3, "baseline_ids": [1, 198, 198], "target_ids": [1, 198, 5]}
     report = printed(replace(DIVERGED, first=replace(TEXT, kind="ids", detail=detail)))
-    assert "[1, 198, 198]" in report
-    assert "[1, 198, 5]" in report
+    assert "from 0: 1 198 198" in report
+    assert "from 0: 1 198 5" in report
 
 
 def test_a_clean_verdict_names_what_agreed_last() -> None:

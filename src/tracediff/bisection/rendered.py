@@ -173,6 +173,12 @@ def differ_rows(
             found = replace(found, pattern=inner.pattern, meaning=inner.meaning)
             shown = ("baseline_context", "target_context", "context_start")
             detail |= {name: inner.detail[name] for name in shown}
+    if "origins" in detail and "baseline_ids" in detail:
+        start, ids = detail["context_start"], detail["baseline_ids"]
+        reach = max(len(ids), len(detail["target_ids"]))
+        detail["origins"] = {
+            side: origins[start : start + reach] for side, origins in detail["origins"].items()
+        }
     if vocabulary is not None and "baseline_ids" in detail and a.event.kind == "ids":
         for side in _SIDES:
             detail[f"{side}_tokens"] = [vocabulary.token(i) for i in detail[f"{side}_ids"]]

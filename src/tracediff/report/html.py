@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, Final
 
+from tracediff.report import samples
 from tracediff.report.marks import mark
 from tracediff.report.text import figure, inert, number, percent, text_diff, times
 from tracediff.verdict import Divergence, Verdict
@@ -119,10 +120,16 @@ def _divergence(first: Divergence) -> Iterator[str]:
         ("blame", first.blame),
         ("source", _sides(first.where)),
         ("shapes", _sides(first.shapes)),
+        *samples.facts(first),
     ]
     yield _table((), [row for row in rows if row[1]])
     yield from _context(first)
-    detail = [(key, value) for key, value in first.detail.items() if not key.endswith("_context")]
+    hidden = samples.SHOWN | {"baseline_ids", "target_ids"}
+    detail = [
+        (key, value)
+        for key, value in first.detail.items()
+        if not key.endswith("_context") and key not in hidden
+    ]
     yield from _section("Details", (), detail)
     yield from _section("Settings that bear on it", ("name", "baseline", "target"), first.settings)
     deviations = [(list(row.index), row.baseline, row.target) for row in first.deviations]
@@ -135,6 +142,7 @@ def _context(first: Divergence) -> Iterator[str]:
     if isinstance(baseline, str) and isinstance(target, str):
         (above, carets), (below, marks) = text_diff(baseline, target, _WIDTH)
         yield f"<pre>{escape(above)}\n{carets}\n{escape(below)}\n{marks}</pre>"
+    yield from samples.as_html(first)
 
 
 def _neighbours(verdict: Verdict) -> Iterator[str]:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tracediff.report import samples
 from tracediff.report.marks import mark
 from tracediff.report.text import (
     count,
@@ -163,6 +164,8 @@ class _Page:
         yield self.labelled("origin", Text(_origin(first)))
         if first.where:
             yield self.labelled("source", Text(_sides(first.where)))
+        for label, told in samples.facts(first):
+            yield self.labelled(label, Text(told))
         for name, baseline, target in first.settings:
             yield self.labelled("setting", _change(name, baseline, target))
         yield from self.context(first)
@@ -181,10 +184,10 @@ class _Page:
                 if carets:
                     yield self.labelled("", Text(carets, "red", no_wrap=True, overflow="crop"))
             yield from self.characters(baseline, target)
-        for label, key in (("baseline", "baseline_ids"), ("target", "target_ids")):
-            if key in detail:
-                start = detail.get("context_start", 0)
-                yield self.labelled(label, Text(f"from {start}: {inert(_listed(detail[key]))}"))
+        for side in samples.SIDES:
+            line = samples.as_text(first, side)
+            if line is not None:
+                yield self.labelled(side, line)
 
     def characters(self, baseline: str, target: str) -> Iterator[RenderableType]:
         """Names the first pair of characters that differ, since many characters look alike."""
@@ -330,7 +333,7 @@ def _what(first: Divergence) -> str:
     figures = ", ".join(
         f"{inert(key).replace('_', ' ')} {_listed(value)}"
         for key, value in first.detail.items()
-        if key not in _TEXT_DETAIL and not isinstance(value, Mapping)
+        if key not in _TEXT_DETAIL | samples.SHOWN and not isinstance(value, Mapping)
     )
     what = f"{first.kind} differs" if first.kind not in {"missing", "extra"} else first.kind
     if first.pattern and first.pattern != first.kind:
