@@ -15,6 +15,9 @@ from tracediff.recorders.mlx_arrays import is_float, map_arrays
 from tracediff.recorders.mlx_modules import Call
 from tracediff.recorders.mlx_recorder import Recorder
 from tracediff.recording import Frame, Given, Tape
+from tracediff.replayers.mlx_stages import StageSubstituter
+
+__all__ = ["StageSubstituter", "Substituter"]
 
 
 class Substituter(Recorder):

@@ -15,6 +15,9 @@ from tracediff.recorders.pytorch_modules import Call
 from tracediff.recorders.pytorch_recorder import Recorder
 from tracediff.recorders.pytorch_tensors import map_tensors
 from tracediff.recording import Frame, Given, Tape
+from tracediff.replayers.pytorch_stages import StageSubstituter
+
+__all__ = ["StageSubstituter", "Substituter"]
 
 
 class Substituter(Recorder):

@@ -25,6 +25,7 @@ TIERS = (
     {"align", "snapshots", "stacks"},
     {"bisection", "session"},
     {"reexecution", "selfcheck", "substitution"},
+    {"stage_substitution"},
     {"report", "testing"},
     {"demo"},
     {"cli"},

@@ -72,15 +72,18 @@ def load_replayer(name: str) -> type[Replayer]:
     return cast("type[Replayer]", _load("replayer", name))
 
 
-def load_substituter(name: str) -> Callable[[Tape, Given], Recorder]:
-    """Imports what records a stack while calls of modules run on given inputs.
+def load_substituter(
+    name: str, attribute: str = "Substituter"
+) -> Callable[[Tape, Given], Recorder]:
+    """Imports what records a stack while it runs on given values.
 
-    It is the class `Substituter` beside the stack's replayer.
+    It is a class beside the stack's replayer: `Substituter` gives modules their inputs,
+    `StageSubstituter` a run its batches and weights.
 
     Raises:
         StackError: As `load_recorder` does, or the stack has none.
     """
-    return cast("Callable[[Tape, Given], Recorder]", _load("replayer", name, "Substituter"))
+    return cast("Callable[[Tape, Given], Recorder]", _load("replayer", name, attribute))
 
 
 def _load(kind: str, name: str, attribute: str = "") -> Any:

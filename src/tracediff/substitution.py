@@ -95,7 +95,7 @@ def replay(
         ScriptError: As `session.record_script` does.
     """
     with Trace(baseline) as given, Trace(target) as own:
-        _check(script, own.run, given, output)
+        check(script, own.run, given, output)
         inputs = Inputs(given, own, load_rules(rules) if rules else None)
         make = load_substituter(own.run.stack)
         settings: Mapping[str, Any] = {
@@ -112,7 +112,12 @@ def replay(
         )
 
 
-def _check(script: str, run: Run, baseline: Trace, output: Path) -> None:
+def check(script: str, run: Run, baseline: Trace, output: Path) -> None:
+    """Refuses to write over the baseline, and another script than was recorded.
+
+    Raises:
+        UsageError: One of both.
+    """
     if output.resolve() == baseline.path.resolve():
         raise UsageError(f"-o {output} is the baseline: give another path for the replay")
     recorded = Path(run.argv[0]).name if run.argv else ""

@@ -24,6 +24,13 @@ def replay(
         Path | None,
         typer.Option("--with", metavar="A", help="Give each module the inputs of this trace."),
     ] = None,
+    substitute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STAGES",
+            help="With --with: give whole stages of it instead (rendering,loading,rng).",
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -47,9 +54,14 @@ def replay(
             "inputs of another trace"
         )
     if step is not None:
+        if substitute is not None:
+            raise UsageError("--substitute needs --with A: the trace whose stages are given")
         return _step(target, step, script, args, trace, level, from_start, overwrite)
     if trace is None:
         raise UsageError("--with needs -o TRACE: where to write the replay")
+    if substitute is not None:
+        assert baseline is not None
+        return _stages(target, baseline, substitute, script, args, trace, rules, overwrite)
     from tracediff.substitution import replay as run
 
     assert baseline is not None
@@ -65,6 +77,34 @@ def replay(
     for note in done.notes:
         output.tell(f"note: {note}")
     output.tell(f"replayed {script} with the inputs of {baseline}: {trace}")
+    return 0
+
+
+def _stages(
+    target: Path,
+    baseline: Path,
+    substitute: str,
+    script: str,
+    args: list[str],
+    trace: Path,
+    rules: Path | None,
+    overwrite: bool,
+) -> int:
+    from tracediff.stage_substitution import replay as run
+
+    done, values = run(
+        script,
+        args,
+        target=target,
+        baseline=baseline,
+        output=trace,
+        stages=[stage.strip() for stage in substitute.split(",")],
+        rules=rules,
+        overwrite=overwrite,
+    )
+    for note in done.notes:
+        output.tell(f"note: {note}")
+    output.tell(f"replayed {script} with {values.told()} of {baseline}: {trace}")
     return 0
 
 

@@ -1,0 +1,172 @@
+"""Replay with whole stages of another run: its batches, its weights, its random numbers.
+
+What a run does after a stage can be compared only where the stage came out the same. With the
+baseline's batches, weights or generator states put in place of the target's own, the target's
+script runs on, and what still differs from the baseline comes from the stages that follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.align import Rules, align, load_rules
+from tracediff.bisection.given import identity
+from tracediff.errors import UsageError
+from tracediff.events import Pair, Run, Site
+from tracediff.recording import Recorder
+from tracediff.session import record_script
+from tracediff.snapshots import set_python_generators
+from tracediff.stacks import load_substituter
+from tracediff.substitution import check
+from tracediff.tape import Tape
+from tracediff.trace import Trace
+
+STAGES: Final = ("rendering", "loading", "rng")
+SETTING: Final = "substituted"
+"""Setting of the manifest that says which stages of which run took the place of the script's."""
+
+
+class StageValues:
+    """The baseline's values for whole stages, by the target's sites.
+
+    Attributes:
+        stages: Those that are wanted.
+        used: How many values of each stage were asked for and given.
+    """
+
+    def __init__(
+        self, baseline: Trace, target: Trace, stages: Sequence[str], rules: Rules | None = None
+    ) -> None:
+        """
+        Raises:
+            UsageError: A stage cannot be substituted, or the baseline holds nothing of it.
+        """
+        self.stages = tuple(stages)
+        self.used: Counter[str] = Counter()
+        self._baseline = baseline
+        self._pairs: dict[Site, Pair] = {}
+        stacks = baseline.run.stack, target.run.stack
+        for step in sorted(set(baseline.steps) & set(target.steps)):
+            events = [trace.events(step, samples=False) for trace in (baseline, target)]
+            for pair in align(events[0], events[1], stacks, rules).pairs:
+                stage = _stage_of(pair)
+                if stage in stages and pair.baseline.payload is not None:
+                    self._pairs[pair.target.site] = pair
+        held = {_stage_of(pair) for pair in self._pairs.values()}
+        if lacking := [stage for stage in stages if stage not in held]:
+            raise UsageError(
+                f"{baseline.path} holds nothing of {', '.join(lacking)} for {target.path}: record "
+                "it at --level module; generators of two stacks have only Python's and NumPy's in "
+                "common"
+            )
+
+    def __call__(self, site: Site) -> NDArray[Any] | None:
+        """The baseline's value for a site of the target, in the target's layout, or None."""
+        pair = self._pairs.get(site)
+        if pair is None:
+            return None
+        self.used[_stage_of(pair)] += 1
+        array = self._baseline.array(pair.baseline)
+        return np.ascontiguousarray(array.T) if pair.layout == "transposed" else array
+
+    def generators(self, step: int) -> dict[str, NDArray[Any]]:
+        """States of the generators before a step, by path."""
+        return {
+            site.path: value
+            for site in self._pairs
+            if (site.step, site.phase) == (step, "rng") and (value := self(site)) is not None
+        }
+
+    def told(self) -> str:
+        """What was given, in words."""
+        what = {"rendering": "fields of batches", "loading": "parameters", "rng": "generators"}
+        return ", ".join(f"{self.used[stage]} {what[stage]}" for stage in self.stages)
+
+
+def _stage_of(pair: Pair) -> str:
+    """The stage that a pair belongs to as far as it can be substituted, or ""."""
+    site = pair.target.site
+    if site.phase == "loading":
+        return "loading" if _fits(pair) else ""
+    if site.phase == "rng":
+        return "rng" if site.port == "state" else ""
+    is_batch = site.phase == "rendering" and site.path.startswith("batch.")
+    is_label = site.phase == "loss" and site.port == "labels"
+    return "rendering" if is_batch or is_label else ""
+
+
+def _fits(pair: Pair) -> bool:
+    a, b = pair.baseline, pair.target
+    shape = a.shape[::-1] if pair.layout == "transposed" else a.shape
+    return b.site.port in ("param", "buffer") and shape == b.shape and b.view is None
+
+
+def replay(
+    script: str,
+    args: Sequence[str],
+    *,
+    target: Path,
+    baseline: Path,
+    output: Path,
+    stages: Sequence[str],
+    rules: Path | None = None,
+    overwrite: bool = False,
+) -> tuple[Run, StageValues]:
+    """Runs the target's script on its stack, with whole stages of the baseline in place of its own.
+
+    Args:
+        script, args: What `target` is a recording of.
+        output: Where the trace of the replay is written.
+        stages: Some of `STAGES`.
+
+    Returns:
+        The manifest of the replay, whose setting `substituted` says what it ran on, and the values
+        that were given.
+
+    Raises:
+        UsageError: The script is not the one that was recorded, or nothing can be substituted.
+        ScriptError: As `session.record_script` does.
+    """
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        raise UsageError(
+            f"--substitute {unknown[0]!r} is unknown: give some of {', '.join(STAGES)}"
+        )
+    with Trace(baseline) as given, Trace(target) as own:
+        check(script, own.run, given, output)
+        values = StageValues(given, own, stages, load_rules(rules) if rules else None)
+        make = load_substituter(own.run.stack, "StageSubstituter")
+
+        def recorder(tape: Tape) -> Recorder:
+            made = make(tape, values)
+
+            def set_generators() -> None:
+                states = values.generators(tape.step)
+                set_python_generators(states)
+                made.set_generators(states)
+
+            tape.on_step_start.insert(0, set_generators)
+            return made
+
+        settings = {
+            SETTING: {
+                "of": identity(own.run),
+                "with": identity(given.run),
+                "stages": list(stages),
+            }
+        }
+        run = record_script(
+            script,
+            args,
+            output=output,
+            stack=own.run.stack,
+            overwrite=overwrite,
+            settings=settings,
+            recorder=recorder,
+        )
+    return run, values
