@@ -4,11 +4,12 @@ divergence that came in was undone."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tracediff.bisection.inheritance import Ledger, Level
 from tracediff.bisection.referee import Ruling
+from tracediff.bisection.views import around
 from tracediff.compare import bounds
 from tracediff.events import Pair
 
@@ -36,6 +37,14 @@ def unruled(pair: Pair, inherited: Level, error: float) -> Passing:
     return Passing(inherited, Level(min(error, local + inherited.carry), error), healed)
 
 
+def _in_place(source: Pair, level: Level) -> Level:
+    """The level of a source where it is: code around a module whose weights are laid out otherwise
+    works on the target's own layout, in which the two sides have nothing in common."""
+    if around(source.target) is source.target:
+        return level
+    return replace(level, actual=max(level.actual, 1.0), diverged=True)
+
+
 def ruled(pair: Pair, ruling: Ruling, ledger: Ledger, error: float) -> Passing:
     """Of a pair that the referee recomputed, from the errors of its very sources.
 
@@ -47,7 +56,7 @@ def ruled(pair: Pair, ruling: Ruling, ledger: Ledger, error: float) -> Passing:
         levels = {port: ledger.of_edges(pair) for port in ruling.call.inputs}
         levels[""] = ledger.of_params(pair)
     else:
-        levels = {port: ledger.level(source) for port, source in ruling.sources.items()}
+        levels = {port: _in_place(s, ledger.level(s)) for port, s in ruling.sources.items()}
     inherited = Level()
     for level in levels.values():
         inherited |= level
