@@ -16,6 +16,9 @@ from tracediff.recorders.mlx_arrays import flatten, to_numpy
 from tracediff.recording import Tape, join_path, root_path
 
 _SCALARS: Final = (bool, int, float, str, type(None))
+_APPROXIMATIONS: Final = {"none": "none", "precise": "tanh", "tanh": "tanh", "fast": "sigmoid"}
+"""MLX's name for how a GELU is approximated -> that of all stacks."""
+
 _ROPE_SETTINGS: Final = ("base", "scale", "traditional", "dims")
 
 
@@ -236,6 +239,9 @@ def module_settings(path: str, module: Module) -> dict[str, Any]:
     eps = getattr(module, "eps", None)
     if isinstance(eps, float):
         settings[f"{path}.eps"] = eps
+    approximate = _APPROXIMATIONS.get(str(getattr(module, "_approx", "")))
+    if approximate is not None:
+        settings[f"{path}.approximate"] = approximate
     keep = getattr(module, "_p_1", None)
     if isinstance(keep, int | float):
         settings[f"{path}.p"] = round(1.0 - keep, 12)  # stored as 1 - p: undo its rounding

@@ -216,6 +216,8 @@ def module_settings(path: str, module: nn.Module) -> dict[str, Any]:
     eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     if isinstance(eps, float):
         settings[f"{path}.eps"] = eps
+    if isinstance(getattr(module, "approximate", None), str):
+        settings[f"{path}.approximate"] = module.approximate
     if isinstance(module, nn.modules.dropout._DropoutNd):
         settings[f"{path}.p"] = module.p
     scaling = getattr(module, "scaling", None)

@@ -48,12 +48,15 @@ def quick_gelu(call: Call) -> Replayed:
 
 
 def gelu(call: Call) -> Replayed | None:
-    """`x Phi(x)`, exactly (`approximate` is none) or by the tanh formula (tanh). Hendrycks and
-    Gimpel, "Gaussian error linear units", 2016, section 2.
+    """`x Phi(x)`, exactly (`approximate` is none), by the tanh formula (tanh) or as
+    `x sigmoid(1.702 x)` (sigmoid). Hendrycks and Gimpel, "Gaussian error linear units", 2016,
+    section 2.
 
     For negative x, 1 + erf cancels: the error is relative to `|x|`, not to the result.
     """
     approximate = call.settings.get("approximate", "none")
+    if approximate == "sigmoid":
+        return quick_gelu(call)
     if approximate not in ("none", "tanh"):
         return None
     data = wide(call.inputs["in"])
@@ -65,10 +68,11 @@ def gelu(call: Call) -> Replayed | None:
     # Where the function has saturated, an error of its argument does not show.
     slope = (1 - np.abs(inner)) * np.abs(data)
     spread = _FUNCTION * arithmetic(call) * np.abs(data) * (0.5 + slope)
+    once = reach_of(call, value, spread)
     if is_narrow(call):  # composed of operations that each store their result
         spread = together(spread, stored(call, 0.5 * data), stored(call, data * slope, 4))
     spread = together(spread, stored(call, value, 2 if is_narrow(call) else 1))
-    return Replayed(value, spread, f"{call.op} {approximate} {call.dtype}")
+    return Replayed(value, spread, f"{call.op} {approximate} {call.dtype}", once=once)
 
 
 def relu(call: Call) -> Replayed:

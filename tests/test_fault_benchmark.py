@@ -19,7 +19,10 @@ FAULTS = (
     "another seed, dropout active-tt-llama-float32",
     "rotary base 500000-tm-llama-float32",
     "epsilon of the layer norms 1e-3-tm-gpt2-float32",
-    "attention scale times 1.05-tt-llama-float32",
+    "attention scale times 1.05-tm-llama-bfloat16",
+    "one weight of one matrix off by 0.05-tm-llama-bfloat16",
+    "sum of squares of one norm of 24 layers in bfloat16-tm-llama-bfloat16",
+    "one element of an activation off-tm-llama-float32",
     "loss divided by the world size twice-tm-llama-float32",
     "gradient through one mlp times 1.01-tt-llama-float32",
     "learning rate times 1.1-tm-llama-float32",
@@ -45,6 +48,7 @@ TWINS = (
     "PyTorch against MLX-tm-gpt2-float32",
     "PyTorch against MLX-tm-qwen3-bfloat16",
     "adapter-tm-llama-float32",
+    "deep-tm-llama-bfloat16",
 )
 
 

@@ -205,6 +205,17 @@ def test_rope_is_called_for_queries_then_keys_with_named_dimensions(
     assert settings["model.norm.eps"] == 1e-5
 
 
+@pytest.mark.parametrize(
+    ("given", "approximate"), [("none", "none"), ("precise", "tanh"), ("fast", "sigmoid")]
+)
+def test_how_a_gelu_is_approximated_is_recorded_under_the_name_of_all_stacks(
+    record: Callable[..., Recording], given: str, approximate: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.GELU(given))
+    trace = record(lambda: mx.eval(model(mx.ones((2, 3)))))
+    assert trace.settings()["layers.1.approximate"] == approximate
+
+
 def test_lora_settings_trainable_flags_and_batch(record: Callable[..., Recording]) -> None:
     model = llama(lora=True)
     (inputs, targets), *_ = batches(1)

@@ -68,7 +68,9 @@ def test_tied_weights_are_loaded_once_with_their_other_names(
 def test_buffers_strides_and_module_settings_are_recorded_as_loaded(
     record: Callable[..., Recording],
 ) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4, eps=1e-3))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4, eps=1e-3), nn.GELU(approximate="tanh")
+    )
     model[0].weight = nn.Parameter(torch.randn(3, 4).T)
     model[1].register_buffer("cache", torch.arange(3), persistent=False)
     trace = record(lambda: model(torch.randn(5, 3)))
@@ -77,6 +79,7 @@ def test_buffers_strides_and_module_settings_are_recorded_as_loaded(
     assert np.array_equal(trace["0/loading/1.running_mean:buffer"], np.zeros(4, np.float32))
     assert trace.trace.find("0/loading/1.cache:buffer").attributes["persistent"] is False
     assert trace.settings()["2.eps"] == 1e-3
+    assert trace.settings()["3.approximate"] == "tanh"
 
 
 def test_tuples_dictionaries_and_model_outputs(record: Callable[..., Recording]) -> None:

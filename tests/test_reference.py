@@ -401,6 +401,25 @@ def test_another_order_of_accumulation_is_silent(tmp_path: Path, outlier: float)
     assert verdict.outcome == "equivalent", verdict.reason
 
 
+def test_a_setting_shows_in_the_bits_below_what_16_bits_allow_for(tmp_path: Path) -> None:
+    """erf against tanh, apart by less than half the spacing of bfloat16, one composed of operations
+    that each store their result."""
+    x = in_bfloat16(3 * X).astype(ml_dtypes.bfloat16)
+    erf = replay("GELU", x, dtype="bfloat16").value
+    wide = x.astype(np.float32)
+    inner = in_bfloat16(wide + in_bfloat16(0.044715 * in_bfloat16(wide**3)))
+    inner = in_bfloat16(np.tanh(in_bfloat16(math.sqrt(2 / math.pi) * inner)))
+    composed = in_bfloat16(0.5 * wide) * in_bfloat16(1 + inner)
+    sides = [
+        {"op": op, "x": x, "out": out.astype(np.float32).astype(ml_dtypes.bfloat16)}
+        for op, out in (("NewGELUActivation", composed), ("GELUActivation", erf))
+    ]
+    first = divergence(judge(tmp_path, *sides))
+    assert first.blame == "undecided"
+    assert "approximate 'tanh' against 'none'" in first.meaning
+    assert judge(tmp_path / "same", sides[1], sides[1]).exit_code == 0
+
+
 @pytest.mark.parametrize("op", ["Linear", "RMSNorm", "SiLU"])
 def test_16_bit_storage_is_silent(tmp_path: Path, op: str) -> None:
     """Outputs that are rounded to bfloat16 once, from inputs that differ by one rounding."""

@@ -561,6 +561,15 @@ fault(
     source="C03",
 )
 fault(
+    "sum of squares of one norm of 24 layers in bfloat16",
+    "forward/model.layers.12.input_layernorm:out",
+    output("model.layers.12.input_layernorm", _summed_in_bfloat16),
+    pairs="tm",
+    dtypes="bfloat16",
+    common=put("config.num_hidden_layers", 24),
+    source="C03",
+)
+fault(
     "embeddings scaled",
     "forward/model.embed_tokens:out",
     output("model.embed_tokens", scaled(32**0.5)),

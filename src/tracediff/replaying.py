@@ -49,12 +49,15 @@ class Replayed:
         derivation: Where the spread comes from, for people: `Linear K=576 float32`.
         reach: float64, of the same shape: the largest error of each element in any correct
             implementation, or None where the formula does not know all their roundings.
+        once: The same of an implementation that rounds nothing but its result, where that is worth
+            telling apart.
     """
 
     value: Floats
     spread: Floats
     derivation: str
     reach: Floats | None = None
+    once: Floats | None = None
 
 
 class Replayer(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -258,7 +258,23 @@ def _how_closely(differing: Sequence[Judged]) -> str:
         for stage, what in (("forward", "module outputs"), ("loss", "the loss"))
         if worst[stage]
     ]
-    return f"; apart are {', '.join(told)}" if told else ""
+    return f"; apart are {', '.join(told)}{_growth(differing)}" if told else ""
+
+
+def _growth(differing: Sequence[Judged]) -> str:
+    """How an error that each block inherits grows from the first to the last of a stack of them."""
+    stacks: dict[str, list[Judged]] = defaultdict(list)
+    for judged in differing:
+        stem, _, number = judged.event.site.path.rpartition(".")
+        port = judged.event.site.phase, judged.event.site.port
+        if port == ("forward", "out") and number.isdigit():
+            stacks[stem].append(judged)
+    blocks = max(stacks.values(), key=len, default=[])
+    step = [j for j in blocks if j.event.site.step == blocks[0].event.site.step]
+    if len(step) < 2 or step[-1].error.rel_l2 < 2 * step[0].error.rel_l2:
+        return ""
+    first, last = (f"{j.error.rel_l2:.1e} after {j.event.site.path}" for j in (step[0], step[-1]))
+    return f"; inherited from block to block it grows from {first} to {last}"
 
 
 def _environment(judged: Sequence[Judged]) -> tuple[Setting, ...]:

@@ -153,7 +153,9 @@ class Referee:
         if case is None:
             return None
         ruling = _ruling(*case, found[0])
-        return ruling if ruling.within else _blamed(ruling, found, values, counts)
+        if ruling.within and not _follow_their_own(found, values, counts):
+            return ruling
+        return _blamed(replace(ruling, within=False), found, values, counts)
 
     def _rule_by_relation(self, pair: Pair, values: Values, counts: Counts) -> Ruling | None:
         """A relation that holds on both sides explains the pair; where each that is found holds on
@@ -288,6 +290,21 @@ def _blamed(ruling: Ruling, calls: Calls, values: Values, counts: Counts) -> Rul
         what = ", ".join(f"{name} {a!r} against {b!r}" for name, (a, b) in differing.items())
         note = f"each side follows its own setting ({what})"
     return replace(ruling, blame=blame, evidence=evidence, note=note)
+
+
+def _follow_their_own(calls: Calls, values: Values, counts: Counts) -> bool:
+    """Whether a setting in which the sides differ shows in the bits, below what 16-bit formulas
+    allow for: all results of a side are the formula by its own setting, rounded once, and not all
+    are that by the other's."""
+    if not _differing(calls[0].settings, calls[1].settings):
+        return False
+    for call, other, value in zip(calls, calls[::-1], values, strict=True):
+        found = [replay(call, settings) for settings in (call.settings, other.settings)]
+        once = [replace(f, reach=f.once) for f in found if f is not None and f.once is not None]
+        holding = [side(value, replayed, counts).holds for replayed in once]
+        if holding == [True, False]:
+            return True
+    return False
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
