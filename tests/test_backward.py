@@ -198,6 +198,15 @@ def test_a_factor_in_the_backward_pass_is_named_and_blamed(
     assert first.pattern == "scaled" or factor < 1.001  # among rounding it cannot be told
 
 
+def test_a_class_that_computes_something_else_is_not_held_to_its_name(tmp_path: Path) -> None:
+    """A SiLU that is none on one side: told in the forward pass, its gradient not accused."""
+    verdict = judge(tmp_path, times("block.mlp.act:out", 0.5))
+    assert verdict.first is not None
+    assert verdict.first.site == "0/forward/block.mlp.act#0:out"
+    accused = {also.path for also in verdict.also if also.stage == "backward"}
+    assert "block.mlp.gate" not in accused
+
+
 def test_one_weight_changed_by_0_05_behind_the_back(tmp_path: Path) -> None:
     """The output is then not that of the weight that was recorded as loaded."""
 

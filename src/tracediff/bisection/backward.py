@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tracediff.bisection import slopes
 from tracediff.bisection.memory import Memory
 from tracediff.bisection.recompute import operand_roundoff
+from tracediff.bisection.trial import side
 from tracediff.compare.figures import unit_roundoff
 from tracediff.events import ROOT, Event
 from tracediff.replaying import Call, Floats, Replayed, Replayer
@@ -41,8 +42,11 @@ class Part:
 
     value: Floats
     spread: Floats
-    source: str
-    count: int = 1
+    calls: tuple[Key, ...]
+
+    @property
+    def source(self) -> str:
+        return ", ".join(path for path, _ in self.calls)
 
 
 class Backward:
@@ -103,7 +107,7 @@ class Backward:
                 found = self._gradient((module, call), event.dtype, name, rows)
                 if found is None:
                     return None
-                parts.append(Part(found.value, found.spread, module))
+                parts.append(Part(found.value, found.spread, ((module, call),)))
         return together(parts, event.dtype) if parts else None
 
     def _owners(self, path: str) -> list[tuple[str, str]]:
@@ -147,6 +151,19 @@ class Backward:
             return None
         return _pick(self._trace.array(event), event.shape, rows)
 
+    def are_described(self, calls: Iterable[Key]) -> bool:
+        """Whether the outputs of calls are what the formulas of their operations give."""
+        return all(self._is_described(key) for key in calls if self._differentiates(key))
+
+    def _is_described(self, key: Key) -> bool:
+        output = self._outs.get(key)
+        call = self._call(key, output.dtype) if output is not None else None
+        if output is None or output.payload is None or call is None:
+            return False
+        found = self._reference.replay(call)
+        value = self._trace.array(output)
+        return found is not None and found.value.shape == value.shape and side(value, found).holds
+
     def _remainders(
         self, around: set[Key], event: Event, output: Event, same: Sequence[Key]
     ) -> Iterator[Key]:
@@ -165,7 +182,7 @@ class Backward:
         if found is None:
             return None
         shape = _shape(output.shape, rows)
-        return Part(found.value.reshape(shape), found.spread.reshape(shape), reader[0])
+        return Part(found.value.reshape(shape), found.spread.reshape(shape), (reader,))
 
     def _combined(
         self, parent: Key, event: Event, output: Event, rows: Rows, alone: bool
@@ -204,7 +221,7 @@ class Backward:
             moved: Floats = array.swapaxes(1, 2).reshape(output.shape)
             return _pick(moved, output.shape, rows)
 
-        return Part(back(found.value), back(found.spread), key[0])
+        return Part(back(found.value), back(found.spread), (key,))
 
     def _mixed(
         self, parent: Key, key: Key, event: Event, output: Event, rows: Rows, alone: bool
@@ -228,7 +245,7 @@ class Backward:
             value = part.value * factor
             stored = unit_roundoff(event.dtype) * np.abs(value)
             spread = np.sqrt((part.spread * factor) ** 2 + (part.value * error) ** 2 + stored**2)
-            return Part(value, spread, key[0])
+            return Part(value, spread, (key,))
         return None
 
     def _partners(self, parent: Key, given: Event, output: Event) -> Iterator[Event]:
@@ -262,25 +279,29 @@ class Backward:
         Args:
             rows: Of the input's `width` rows, or of a parameter's first axis.
         """
-        given, grad = self._ins.get(key), self.grads.get(key)
-        params = self._memory.params(key[0])
-        if given is None or grad is None:
+        call, grad = self._call(key, dtype), self.grads.get(key)
+        if call is None or grad is None or grad.payload is None:
             return None
-        if any(event.payload is None for event in (given, grad, *params.values())):
+        upstream = self._trace.array(grad)
+        if wrt != "in" or rows is None:
+            return self._reference.gradient(call, upstream, wrt, rows)
+        x, upstream = (_regrouped(a, width, rows) for a in (call.inputs["in"], upstream))
+        return self._reference.gradient(replace(call, inputs={"in": x}), upstream, wrt)
+
+    def _call(self, key: Key, dtype: str) -> Call | None:
+        """A call with everything recorded of it, or None where a payload is missing."""
+        given, params = self._ins.get(key), self._memory.params(key[0])
+        if given is None or any(e.payload is None for e in (given, *params.values())):
             return None
         settings: dict[str, Any] = self._memory.settings(key[0]) | dict(given.attributes)
         settings["operand_roundoff"] = operand_roundoff(settings, dtype)
-        x, upstream = self._trace.array(given), self._trace.array(grad)
-        if wrt == "in" and rows is not None:
-            x, upstream = (_regrouped(array, width, rows) for array in (x, upstream))
-        call = Call(
+        return Call(
             op=given.op,
-            inputs={"in": x},
+            inputs={"in": self._trace.array(given)},
             params={name: self._trace.array(event) for name, event in params.items()},
             settings=self._reference.resolve(given.op, settings),
             dtype=dtype,
         )
-        return self._reference.gradient(call, upstream, wrt, None if wrt == "in" else rows)
 
 
 def together(parts: Sequence[Part], dtype: str) -> Part:
@@ -289,8 +310,7 @@ def together(parts: Sequence[Part], dtype: str) -> Part:
     for part in parts[1:]:
         value = value + part.value
         variance = variance + part.spread**2 + (unit_roundoff(dtype) * value) ** 2 / 3
-    names = ", ".join(part.source for part in parts)
-    return Part(value, np.sqrt(variance), names, len(parts))
+    return Part(value, np.sqrt(variance), tuple(call for part in parts for call in part.calls))
 
 
 def _outermost(keys: Iterator[Key]) -> Iterator[Key]:

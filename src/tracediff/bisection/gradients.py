@@ -79,16 +79,22 @@ class Gradients:
             ]
         else:
             parts = self._of_outputs(pair, values, rows)
-        if parts[0] is None or parts[1] is None or parts[0].count != parts[1].count:
+        if parts[0] is None or parts[1] is None or len(parts[0].calls) != len(parts[1].calls):
             return None  # one side's users are not all known
-        found = parts[0], _turned(parts[1], pair)
-        if any(part.value.shape != value.shape for part, value in zip(found, values, strict=True)):
+        laid = parts[0], _turned(parts[1], pair)
+        if any(part.value.shape != value.shape for part, value in zip(laid, values, strict=True)):
             return None
         sides = [
             held(value, part.value, part.spread, counts)
-            for value, part in zip(values, found, strict=True)
+            for value, part in zip(values, laid, strict=True)
         ]
-        return finding(sides[0], sides[1], f"gradient through {parts[0].source}")
+        judged = finding(sides[0], sides[1], f"gradient through {parts[0].source}")
+        if judged is None or judged.within or rows is not None:
+            return judged
+        # A call that computes something else than its name says has another gradient, too.
+        calls = zip(self._passes, parts, strict=True)
+        known = all(side.are_described(part.calls) for side, part in calls if part is not None)
+        return judged if known else None
 
     def _of_outputs(self, pair: Pair, values: Values, rows: Rows) -> list[Part | None]:
         """What the gradients are made of: the known parts, and of all values that the rest may be
@@ -122,7 +128,7 @@ class Gradients:
             if rest is None:
                 return None
             wide = rest.astype(np.float64)
-            parts.append(Part(wide, np.zeros(wide.shape), choice[which][0]))
+            parts.append(Part(wide, np.zeros(wide.shape), (choice[which],)))
         return together(parts, _events(pair)[which].dtype) if parts else None
 
 
@@ -136,7 +142,7 @@ def _distance(value: NDArray[Any], part: Part) -> float:
 def _turned(part: Part, pair: Pair) -> Part:
     if pair.layout != "transposed":
         return part
-    return Part(part.value.T, part.spread.T, part.source)
+    return Part(part.value.T, part.spread.T, part.calls)
 
 
 def _events(pair: Pair) -> tuple[Event, Event]:
