@@ -238,6 +238,7 @@ def test_an_optimizer_that_departs_from_its_own_state_is_blamed(
     first = judge(tmp_path, fault, wrong).first
     assert first is not None
     assert (first.site, first.blame) == (f"1/optimizer/block.mlp.up.weight:{port}", wrong)
+    assert first.detail["agreed_steps"] == 1
 
 
 def test_a_lost_state_is_blamed(tmp_path: Path) -> None:

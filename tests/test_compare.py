@@ -137,6 +137,34 @@ def test_a_rotation_by_another_base_grows_with_position() -> None:
     assert pattern.detail["first_position"] == 1
 
 
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [(10.0, "1/(1 - beta) for beta 0.9"), (0.001, "1/(1 - beta) for beta 0.999")],
+)
+def test_a_lost_factor_of_a_moment_is_named(factor: float, said: str) -> None:
+    pattern = recognise(RANDOM, RANDOM * np.float32(factor))
+    assert pattern is not None
+    assert said in pattern.meaning
+
+
+def test_a_small_factor_is_seen_among_rounding() -> None:
+    noise = 1 + 1e-7 * np.random.default_rng(6).normal(size=RANDOM.shape)
+    pattern = recognise(RANDOM, (RANDOM * noise * 1.0001).astype(np.float32))
+    assert pattern is not None
+    assert pattern.detail["factor"] == pytest.approx(1.0001, abs=1e-6)
+    assert recognise(RANDOM, (RANDOM * noise).astype(np.float32)) is None
+
+
+def test_heads_in_another_order_are_told_from_rows() -> None:
+    heads = np.random.default_rng(7).normal(size=(4, 8, 16)).astype(np.float32)
+    pattern = recognise(heads.reshape(32, 16), heads[[2, 0, 3, 1]].reshape(32, 16))
+    assert pattern is not None
+    assert (pattern.name, pattern.detail["block"]) == ("permuted", 8)
+    rows = recognise(RANDOM, RANDOM[::-1].copy())
+    assert rows is not None
+    assert rows.detail["block"] == 1
+
+
 def test_unrelated_tensors_have_no_pattern() -> None:
     other = np.random.default_rng(5).normal(size=(6, 6)).astype(np.float32)
     assert recognise(RANDOM, other) is None

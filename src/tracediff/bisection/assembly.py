@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from tracediff.bisection import blame, missing, samples
+from tracediff.bisection import blame, circumstances, missing, samples
 from tracediff.bisection.coverage import coverage, is_counted
 from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
@@ -134,6 +134,7 @@ class Assembly:
     def _diverged(
         self, found: Divergence, first: Judged | Divergence
     ) -> tuple[str, str, Divergence]:
+        found = circumstances.told(found, first, self._steps)
         found = blame.assign(found, first, self._traces)
         return "diverged", _sentence(found), found
 

@@ -13,10 +13,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.compare.figures import is_float, unit_roundoff
+
 Floats = NDArray[np.float64]
 
 _EXPLAINED: Final = 1e-3
 """A pattern explains a difference if it leaves less than this part of it."""
+
+_AMONG_ROUNDING: Final = 0.1
+"""A factor explains a difference if rounding leaves less than this part of it."""
+
+_ROUNDINGS: Final = 2
+"""Roundings of a value that may be left, in units of the unit roundoff."""
+
+_BETAS: Final = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+"""Decay rates of moments in common use."""
 
 _LIMIT: Final = 1 << 22
 """Elements above which patterns are judged on leading rows: a pattern shows on a part as well."""
@@ -53,8 +64,10 @@ def recognise(
     difference = float(np.linalg.norm(a - b))
     if not difference:
         return None
+    floats = [x.dtype.name for x in (baseline, target) if is_float(x.dtype)]
+    if (pattern := _scaled(a, b, max(map(unit_roundoff, floats), default=0.0))) is not None:
+        return pattern
     for recogniser in (
-        _scaled,
         _byte_order,
         _transposed,
         _shifted,
@@ -78,10 +91,12 @@ def _explains(residual: Floats, a: Floats, b: Floats) -> bool:
     return float(np.linalg.norm(residual)) <= _EXPLAINED * float(np.linalg.norm(a - b))
 
 
-def _scaled(a: Floats, b: Floats) -> Pattern | None:
-    """`b = factor * a`, the factor by least squares."""
+def _scaled(a: Floats, b: Floats, roundoff: float) -> Pattern | None:
+    """`b = factor * a`, the factor by least squares; what is left may be rounding."""
     factor = float(np.vdot(a, b) / np.vdot(a, a))
-    if not _explains(b - factor * a, a, b):
+    left, apart, size = (float(np.linalg.norm(x)) for x in (b - factor * a, a - b, a))
+    rounding = left <= _ROUNDINGS * roundoff * size and left <= _AMONG_ROUNDING * apart
+    if not (rounding or left <= _EXPLAINED * apart):
         return None
     if abs(factor + 1) < 1e-3:
         return Pattern("sign", "the sign is flipped", {"factor": -1.0})
@@ -98,6 +113,12 @@ def _named_factor(factor: float) -> str:
     if size == 0:
         return ""
     for value, sign in ((size, ""), (1 / size, "1/")):
+        for beta in _BETAS:
+            if abs(value * (1 - beta) - 1) < 1e-4:
+                return (
+                    f" = {sign}{value:.4g}: 1/(1 - beta) for beta {beta:g}, a moment without its "
+                    "bias correction or without its factor; or a scale applied on one side only"
+                )
         whole = round(value)
         if whole >= 2 and abs(value - whole) < 1e-4 * value:
             return (
@@ -158,13 +179,24 @@ def _permuted(a: Floats, b: Floats) -> Pattern | None:
         order_a, order_b = (np.lexsort(x.T[:4]) for x in (rows_a, rows_b))
         if np.array_equal(rows_a[order_a], rows_b[order_b]):
             moved = int(np.count_nonzero((rows_a != rows_b).any(axis=1)))
+            order = np.empty(len(order_a), np.intp)
+            order[order_b] = order_a
+            block = _block_of(order)
+            blocks = f", in blocks of {block}: heads or groups" if block > 1 else ""
             return Pattern(
                 "permuted",
                 f"axis {axis} holds the same {rows_a.shape[0]} slices in another order"
-                f" ({moved} moved)",
-                {"axis": axis, "moved": moved},
+                f" ({moved} moved{blocks})",
+                {"axis": axis, "moved": moved, "block": block},
             )
     return None
+
+
+def _block_of(order: NDArray[np.intp]) -> int:
+    """Largest number of neighbouring slices that are moved together throughout."""
+    breaks = np.flatnonzero(np.diff(order) != 1) + 1
+    block = int(np.gcd.reduce(breaks)) if breaks.size else len(order)
+    return block if len(order) % block == 0 else 1
 
 
 def _by_position(a: Floats, b: Floats) -> Pattern | None:
