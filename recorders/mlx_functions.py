@@ -22,10 +22,13 @@ _NO_OPERATIONS: Final = frozenset(
         *("exporter", "import_function", "empty", "empty_like", "from_dlpack", "depends"),
         *("metal_kernel", "cuda_kernel", "precompiled_cuda_kernel", "init", "is_available"),
         *("seed", "broadcast_shapes", "result_type", "einsum_path", "issubdtype", "isdtype"),
-        *("can_cast", "stream", "synchronize"),
+        *("can_cast", "stream", "synchronize", "printoptions"),
     }
 )
 """Functions that compute no array, or whose result is no function of their arguments."""
+
+_MANAGEMENT: Final = ("_", "get_", "set_", "reset_", "clear_", "new_", "default_", "device_")
+"""Beginnings of the names of functions that manage memory, streams and devices."""
 
 _OPERATORS: Final = {
     "add": "add",
@@ -116,9 +119,13 @@ def core_functions() -> Iterator[Function]:
         owner = getattr(mx, submodule) if submodule else mx
         prefix = f"mlx.{submodule}." if submodule else "mlx."
         for attribute, value in vars(owner).items():
-            if type(value) is type(mx.add) and attribute not in _NO_OPERATIONS:
+            if type(value) is type(mx.add) and _computes(attribute):
                 name = prefix + getattr(value, "__name__", attribute)
                 yield Function(owner, attribute, value, name, *_parameters(value))
+
+
+def _computes(name: str) -> bool:
+    return not name.startswith(_MANAGEMENT) and name not in _NO_OPERATIONS
 
 
 def array_methods() -> Iterator[Function]:

@@ -155,6 +155,8 @@ class OptimizerHooks:
             name(grads[item.name], f"{item.path}:grad", item.path)
             for key, array in _state_arrays(item.optimizer, item.name):
                 name(array, f"{item.path}:state.{key}", item.path)
+            for key in ("step", "learning_rate"):
+                name(item.optimizer.state.get(key), key)
 
     def _load_state(self, updated: Sequence[Updated]) -> None:
         """Records the state that an optimizer already has when its first update is seen."""

@@ -181,9 +181,9 @@ def issuing_lines(framework: str) -> tuple[str, str]:
     source = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        kind = _kind(frame.f_code.co_filename, framework)
+        kind, name = _file(frame.f_code.co_filename, framework)
         if kind != "framework":
-            line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            line = f"{name}:{frame.f_lineno}"
             source = source or line
             if kind == "user":
                 return source, line
@@ -192,11 +192,13 @@ def issuing_lines(framework: str) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(filename: str, framework: str) -> str:
-    """Whose code a file is: the framework's (or Python's, or ours), a package's, the user's."""
+def _file(filename: str, framework: str) -> tuple[str, str]:
+    """Whose code a file is (the framework's, with Python's and ours; a package's; the user's), and
+    its name without folders."""
+    path = Path(filename)
     if "site-packages" in filename and not filename.startswith(framework):
-        return "package"
+        return "package", path.name
     ours = filename.startswith((framework, "<", sys.base_prefix)) or any(
-        Path(filename).resolve().is_relative_to(folder) for folder in (_HERE, _CORE)
+        path.resolve().is_relative_to(folder) for folder in (_HERE, _CORE)
     )
-    return "framework" if ours else "user"
+    return "framework" if ours else "user", path.name

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tracediff.recorders.pytorch_tensors import has_values
-
 View = tuple[Any, ...]
 """How a tensor looks at its storage."""
 
@@ -21,12 +19,13 @@ class Memory:
 
     Attributes:
         reference: Keeps the storage's address from being used again, not its memory.
-        writer: Order of the event that last wrote to it, through whichever view.
+        writer: Order of the event that last wrote to it, through whichever view; None as long as
+            it holds whatever was there before.
         holders: For each view, the order of the event with its value.
     """
 
     reference: StorageWeakRef
-    writer: int
+    writer: int | None
     holders: dict[View, int] = field(default_factory=dict)
 
 
@@ -64,7 +63,7 @@ class DataFlow:
         if memory is None:
             return None
         order = memory.holders.get(_view(tensor))
-        if order is not None and order >= memory.writer:
+        if order is not None and (memory.writer is None or order >= memory.writer):
             return Held(order, current=True)
         sources = {source for source in (order, memory.writer) if source is not None}
         return Held(order, False, tuple(sorted(sources)))
@@ -78,9 +77,20 @@ class DataFlow:
         if memory is None:
             weak: Any = StorageWeakRef
             memory = self._memory[key] = Memory(weak(tensor.untyped_storage()), order)
-        if written:
+        if written or memory.writer is None:
             memory.writer = order
         memory.holders[_view(tensor)] = order
+
+    def blank(self, tensor: torch.Tensor) -> None:
+        """Says that the tensor's memory was allocated, and not written to."""
+        key = address_of(tensor)
+        if key is not None:
+            weak: Any = StorageWeakRef
+            self._memory[key] = Memory(weak(tensor.untyped_storage()), None)
+
+    def is_blank(self, tensor: torch.Tensor) -> bool:
+        memory = self._known(tensor)
+        return memory is not None and memory.writer is None
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Says that the tensor's memory was written to by something that is not recorded."""
@@ -122,9 +132,11 @@ class Nodes:
         self._local.count = count
         return range(before, count)
 
-    def belong(self, numbers: range, order: int) -> None:
-        for number in numbers:
-            self._orders.setdefault(number, order)
+    def belong(self, numbers: range, order: int | None) -> None:
+        """Says which event they differentiate; None for one that is not known."""
+        if order is not None:
+            for number in numbers:
+                self._orders.setdefault(number, order)
 
     def of(self, node: Any) -> int | None:
         """Order of the event of the operation that a node differentiates."""
@@ -132,10 +144,13 @@ class Nodes:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Address of the storage, which stays the same for all views of it."""
-    if tensor.layout is not torch.strided or not has_values(tensor):
+    """Address of the storage, which stays the same for all views of it; None where it has none."""
+    if tensor.layout is not torch.strided:
         return None
-    storage: Any = tensor.untyped_storage()
+    try:
+        storage: Any = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
     return int(storage._cdata)
 
 

@@ -186,12 +186,17 @@ class OperationHooks:
         given = [self._flow.key(a.tensor) for a in arguments]
         result = func(*args, **kwargs)
         if base_name("pytorch", str(func)) in _UNINITIALISED:
+            for tensor in flat(result):
+                self._flow.blank(tensor)
             return result
         outputs = [a.tensor for a in arguments if a.written]
         written = bool(outputs)
         outputs = outputs or flat(result)
         if not written and all(self._flow.key(tensor) in given for tensor in outputs):
+            self._nodes.belong(node, next((each for each in found if each is not None), None))
             return result  # nothing is new: `detach` returns what it was given
+        if not written and any(self._flow.is_blank(tensor) for tensor in outputs):
+            return result  # a view of memory that nothing was written to
         plain, operands = plain_arguments(func, args, kwargs)
         for share in shares(func, arguments, outputs):
             own = [arguments[i] for i in share.arguments]
@@ -219,7 +224,13 @@ class OperationHooks:
     def _base(self, tensor: torch.Tensor) -> int | None:
         """Order of the event that a tensor's value comes from before it is written to."""
         held = self._flow.held(tensor)
-        return None if held is None else held.order if held.current else held.sources[-1]
+        return (
+            None
+            if held is None
+            else held.order
+            if held.current
+            else max(held.sources, default=None)
+        )
 
     def _record(
         self, operation: Operation, outputs: Sequence[torch.Tensor], written: bool, node: range
@@ -267,11 +278,13 @@ class OperationHooks:
     def _order(self, tensor: torch.Tensor, place: Place) -> int | None:
         """Order of the event with a tensor's value; records a leaf or an alias if there is none.
 
-        None for a tensor without values.
+        None for a tensor without values, or whose memory was not written to.
         """
         held = self._flow.held(tensor)
         if held is not None and held.current and held.order is not None:
             return held.order
+        if self._flow.is_blank(tensor):
+            return None
         array = to_numpy(tensor)
         if array is None:
             return None

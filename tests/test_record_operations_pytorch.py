@@ -156,6 +156,28 @@ def test_what_another_view_wrote_elsewhere_changes_nothing(
     assert operations(trace)[-1].inputs == (operations(trace)[2].order,)
 
 
+def test_memory_is_no_value_before_something_is_written_to_it(
+    record: Callable[..., Recording],
+) -> None:
+    def function(x: Any, w: Any) -> Any:
+        order = torch.tensor([2, 0, 1])
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(3)
+        buffer = torch.empty(2, 6)[:, :3]
+        return (buffer.copy_(x) * w.detach())[:, inverse]
+
+    trace = forward(record, function, X)
+    assert "empty" not in "".join(names(trace))
+    placed, copied, product, out = (
+        next(e for e in operations(trace) if e.attributes["canonical"] == name)
+        for name in ("scatter", "copy", "mul", "index")
+    )
+    assert sources(trace, placed) == ["constant", "arange"]
+    assert sources(trace, copied) == ["x"]
+    assert product.inputs[0] == copied.order
+    np.testing.assert_array_equal(trace.trace.array(out), X.numpy()[:, [1, 2, 0]])
+
+
 def test_memory_that_is_used_again_is_not_mistaken(record: Callable[..., Recording]) -> None:
     def function(x: Any, w: Any) -> Any:
         for _ in range(5):
@@ -431,3 +453,30 @@ def test_a_second_derivative(record: Callable[..., Recording]) -> None:
         if "forward_order" in event.attributes
     }
     assert "backward" in of
+
+
+def test_a_higher_order_operator_is_one_operation(record: Callable[..., Recording]) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def function(x: Any, w: Any) -> Any:
+        heads = (x * w).detach().reshape(1, 1, 2, 3)
+        return flex_attention(heads, heads, heads)
+
+    trace = forward(record, function, X)
+    assert names(trace)[:2] == ["mul", "reshape"]
+    assert "flex_attention" in names(trace)
+    attention = next(e for e in operations(trace) if e.op == "flex_attention")
+    heads = torch.tensor(X.numpy()).reshape(1, 1, 2, 3)
+    expected = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    np.testing.assert_allclose(trace.trace.array(attention), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model_runs_eagerly(record: Callable[..., Recording]) -> None:
+    model = Function(lambda x, w: torch.tanh(x * w))
+
+    def job() -> None:
+        torch.compile(model)(X)
+
+    trace = record(job, "op")
+    assert names(trace) == ["mul", "tanh"]
+    assert trace.trace.run.notes == ("torch.compile ran eagerly while recording",)

@@ -51,7 +51,7 @@ square           square                                        | square
 sqrt             sqrt                                          | sqrt
 rsqrt            rsqrt                                         | rsqrt
 exp              exp                                           | exp
-exp2             exp2                                          | exp2
+exp2             exp2                                          |
 expm1            expm1                                         | expm1
 log              log                                           | log
 log2             log2                                          | log2
@@ -61,6 +61,9 @@ logaddexp        logaddexp                                     | logaddexp
 sin              sin                                           | sin
 cos              cos                                           | cos
 tan              tan                                           | tan
+arccos           acos                                          | arccos
+arcsin           asin                                          | arcsin
+arctan           atan                                          | arctan
 sinh             sinh                                          | sinh
 cosh             cosh                                          | cosh
 tanh             tanh                                          | tanh
@@ -71,11 +74,12 @@ sigmoid          sigmoid                                       | sigmoid
 sign             sign sgn                                      | sign
 floor            floor                                         | floor
 ceil             ceil                                          | ceil
+trunc            trunc                                         | trunc
 round            round                                         | round
 maximum          maximum                                       | maximum
 minimum          minimum                                       | minimum
 clamp            clamp clamp_min clamp_max clip                | clip
-where            where masked_fill                             | where select
+where            where masked_fill                             | where
 lerp             lerp                                          |
 addcmul          addcmul                                       |
 addcdiv          addcdiv                                       |
@@ -92,16 +96,24 @@ greater_equal    ge                                            | greater_equal
 isnan            isnan                                         | isnan
 isinf            isinf                                         | isinf
 isfinite         isfinite                                      | isfinite
+nan_to_num       nan_to_num                                    | nan_to_num
 
 # activations
 relu             relu                                          | relu
 silu             silu                                          | silu
 gelu             gelu                                          | gelu gelu_approx
+swiglu                                                         | swiglu precise_swiglu
 leaky_relu       leaky_relu                                    | leaky_relu
 softplus         softplus                                      | softplus
+log_sigmoid      log_sigmoid_forward                           | log_sigmoid
+elu              elu                                           | elu
+hardswish        hardswish                                     | hardswish
+hardtanh         hardtanh                                      | hard_tanh
+mish             mish                                          | mish
+softshrink       softshrink                                    | softshrink
 softmax          _softmax softmax _safe_softmax                | softmax
 log_softmax      _log_softmax log_softmax                      | log_softmax
-dropout          native_dropout dropout                        | dropout
+dropout          native_dropout dropout                        |
 
 # reductions
 sum              sum                                           | sum
@@ -119,7 +131,11 @@ logsumexp        logsumexp                                     | logsumexp
 norm             norm linalg_vector_norm                       | norm
 cumsum           cumsum                                        | cumsum
 cumprod          cumprod                                       | cumprod
+cummax           cummax                                        | cummax
+cummin           cummin                                        | cummin
+logcumsumexp     logcumsumexp                                  | logcumsumexp
 sort             sort                                          | sort
+searchsorted     searchsorted                                  | searchsorted
 argsort          argsort                                       | argsort
 topk             topk                                          | topk
 argpartition                                                   | argpartition
@@ -128,13 +144,13 @@ partition                                                      | partition
 # fused
 rms_norm         rms_norm _fused_rms_norm                      | rms_norm
 layer_norm       native_layer_norm layer_norm                  | layer_norm
-group_norm       native_group_norm group_norm                  | group_norm
-batch_norm       native_batch_norm batch_norm                  | batch_norm
+group_norm       native_group_norm group_norm                  |
+batch_norm       native_batch_norm batch_norm                  |
 rope                                                           | rope
 attention        scaled_dot_product_attention                  | scaled_dot_product_attention
 embedding        embedding                                     |
-nll_loss         nll_loss_forward nll_loss2d_forward           | nll_loss
-mse_loss         mse_loss                                      | mse_loss
+nll_loss         nll_loss_forward nll_loss2d_forward           |
+mse_loss         mse_loss                                      |
 adamw            _fused_adamw _fused_adam                      |
 
 # indexing
@@ -143,29 +159,30 @@ take_along_axis  gather take_along_dim                         | take_along_axis
 index            index                                         |
 slice            slice narrow                                  | slice
 select           select                                        |
-scatter          scatter scatter_add index_put index_copy      | put_along_axis scatter_add_axis
+scatter          scatter scatter_add index_put index_copy      | put_along_axis
 index_add        index_add                                     |
 slice_update     slice_scatter select_scatter                  | slice_update setitem
 
 # layout
 reshape          view reshape _unsafe_view _reshape_alias      | reshape flatten unflatten
-transpose        t transpose permute                           | transpose swapaxes moveaxis
+transpose        t transpose permute           | transpose swapaxes moveaxis permute_dims
 expand           expand broadcast_to                           | broadcast_to
 squeeze          squeeze                                       | squeeze
 unsqueeze        unsqueeze                                     | expand_dims atleast_1d atleast_2d
-concatenate      cat                                           | concatenate
+concatenate      cat                                           | concatenate concat
 stack            stack                                         | stack
 split            split split_with_sizes chunk unbind tensor_split | split
 repeat           repeat repeat_interleave                      | repeat
 tile             tile                                          | tile
 pad              constant_pad_nd                               | pad
-flip             flip                                          |
+flip             flip                                          | flip
 roll             roll                                          | roll
 tril             tril                                          | tril
 triu             triu                                          | triu
 diagonal         diagonal                                      | diagonal
+trace            trace                                         | trace
 as_strided       as_strided                                    | as_strided
-copy             clone copy contiguous                         | copy contiguous
+copy             clone copy contiguous                         | contiguous
 cast             _to_copy to                                   | astype
 view_dtype                                                     | view
 detach           detach alias                                  | stop_gradient
@@ -173,7 +190,7 @@ detach           detach alias                                  | stop_gradient
 # creation
 zeros            zeros zeros_like new_zeros zero               | zeros zeros_like
 ones             ones ones_like new_ones                       | ones ones_like
-full             full full_like new_full fill scalar_tensor    | full
+full             full full_like new_full fill scalar_tensor    | full full_like
 arange           arange                                        | arange linspace
 eye              eye                                           | eye identity
 tri              tril_indices triu_indices                     | tri
@@ -202,7 +219,6 @@ rms_norm_backward        _fused_rms_norm_backward              |
 embedding_backward       embedding_dense_backward              |
 nll_loss_backward        nll_loss_backward nll_loss2d_backward |
 mse_loss_backward        mse_loss_backward                     |
-attention_backward       scaled_dot_product_attention_backward |
 slice_backward           slice_backward select_backward        |
 convolution_backward     convolution_backward                  |
 """
