@@ -389,14 +389,16 @@ def test_everything_after_the_script_is_the_scripts(
 
     monkeypatch.setattr(session, "record_script", record_script)
     code, out, err = cli(
-        *("record", "-o", "t.zarr", "--steps", "0:3", "--level", "digest", "--overwrite"),
+        *("record", "-o", "t.zarr", "--steps", "0:3", "--level", "op", "--overwrite"),
+        *("--only", "model.layers.3"),
         *separator,
         *("train.py", "--level", "3", "--", "-o", "x"),
     )
     assert (code, out) == (0, "")
     assert seen["args"] == ["--level", "3", "--", "-o", "x"]
     assert (seen["script"], seen["output"]) == ("train.py", Path("t.zarr"))
-    assert (seen["level"], seen["steps"], seen["overwrite"]) == ("digest", "0:3", True)
+    assert (seen["level"], seen["steps"], seen["overwrite"]) == ("op", "0:3", True)
+    assert seen["only"] == "model.layers.3"
     assert seen["stack"] is None
     assert "mx.compile ran eagerly" in err
 
