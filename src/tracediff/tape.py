@@ -145,6 +145,7 @@ class Tape:
         self._lock = threading.RLock()
         self._notes: list[str] = []
         self._fingerprints: dict[tuple[bytes, str], tuple[float, ...]] = {}
+        self._fingerprints_before: dict[tuple[bytes, str], tuple[float, ...]] = {}
         self.on_step_start: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self.on_step_end: list[Callable[[], None]] = []
@@ -183,7 +184,7 @@ class Tape:
             self._calls.clear()
             self._frames.clear()
             self._batch.clear()
-            self._fingerprints.clear()
+            self._fingerprints_before, self._fingerprints = self._fingerprints, {}
             self.step_started = False
             if self.rerun is not None and self.step > self.rerun.stop:
                 raise RerunEnded
@@ -365,10 +366,14 @@ class Tape:
         return order
 
     def _fingerprint(self, array: NDArray[Any], of_value: bytes) -> tuple[float, ...]:
-        """Most values pass several ports unchanged; each is summarised once per step."""
+        """Summarises each value once in a step and the one after it.
+
+        Most values pass several ports unchanged, and frozen weights stay as they are.
+        """
         key = of_value, _name_of(array.dtype)
         if key not in self._fingerprints:
-            self._fingerprints[key] = fingerprint(array, brief=self.policy.level != "op")
+            known = self._fingerprints_before.get(key)
+            self._fingerprints[key] = known or fingerprint(array, brief=self.policy.level != "op")
         return self._fingerprints[key]
 
     def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
