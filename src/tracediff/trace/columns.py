@@ -12,7 +12,7 @@ from numcodecs import VLenUTF8  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from tracediff.events import Event, Site
-from tracediff.trace.metadata import ArrayInfo
+from tracediff.trace.metadata import ArrayInfo, check_shape
 from tracediff.trace.names import escape_text, unescape_text
 from tracediff.trace.summary import FINGERPRINT_FIELDS, SKETCH_SIZE
 
@@ -95,7 +95,9 @@ def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
     """
     count = len(columns["order"])
     texts = {name: [unescape_text(text) for text in columns[name]] for name in _TEXTS}
-    parsed = {name: [_load(name, text) for text in columns[name]] for name in _JSON}
+    tuples = {name: [_load_tuple(name, text) for text in columns[name]] for name in _ITEMS}
+    values = [json.loads(text) if text else None for text in columns["value"]]
+    attributes = [_load_attributes(text) for text in columns["attributes"]]
     order, call = (np.asarray(columns[name]).tolist() for name in ("order", "call"))
     digests = np.asarray(columns["digest"]).tobytes()
     fingerprint = np.asarray(columns["fingerprint"])
@@ -113,15 +115,15 @@ def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
             op=texts["op"][i],
             source=texts["source"][i],
             dtype=texts["dtype"][i],
-            shape=tuple(parsed["shape"][i]),
-            dims=tuple(parsed["dims"][i]),
+            shape=tuples["shape"][i],
+            dims=tuples["dims"][i],
             digest=digest if any(digest) else b"",
             fingerprint=tuple(statistics[i]) if present[i] else (),
             sketch=sketches.get(i),
-            inputs=tuple(parsed["inputs"][i]),
+            inputs=tuples["inputs"][i],
             payload=texts["payload"][i] or None,
-            value=parsed["value"][i],
-            attributes=parsed["attributes"][i],
+            value=values[i],
+            attributes=attributes[i],
         )
         events.append(event)
     events.sort(key=lambda event: event.order)
@@ -175,21 +177,21 @@ def _dump_tuple(value: tuple[int | str, ...]) -> str:
     return _encode_json(value)
 
 
-_TYPES: Final[Mapping[str, type]] = {
-    "shape": list,
-    "dims": list,
-    "inputs": list,
-    "attributes": dict,
-}
+_ITEMS: Final[Mapping[str, type]] = {"shape": int, "dims": str, "inputs": int}
 
 
-def _load(name: str, text: str) -> Any:
-    expected = _TYPES.get(name)
-    if not text:
-        return expected() if expected else None
-    value = json.loads(text)
-    if expected and not isinstance(value, expected):
+@lru_cache(maxsize=1 << 14)
+def _load_tuple(name: str, text: str) -> tuple[Any, ...]:
+    items = json.loads(text) if text else []
+    if not isinstance(items, list) or not all(type(item) is _ITEMS[name] for item in items):
         raise ValueError(f"column {name} holds {text[:40]}")
+    return check_shape(items) if name == "shape" else tuple(items)
+
+
+def _load_attributes(text: str) -> dict[str, Any]:
+    value = json.loads(text) if text else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"column attributes holds {text[:40]}")
     return value
 
 
