@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -24,6 +24,7 @@ from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
 
 _ALSO_LIMIT: Final = 10
+_NOT_COUNTED: Final = ("environment", "rng")
 _MEAN: Final = FINGERPRINT_FIELDS.index("mean")
 
 
@@ -31,8 +32,17 @@ class Assembly:
     """Puts the verdict together from the judged steps."""
 
     def __init__(
-        self, traces: tuple[Trace, Trace], steps: Sequence[Step], options: Options
+        self,
+        traces: tuple[Trace, Trace],
+        steps: Sequence[Step],
+        options: Options,
+        proven: Mapping[str, int] | None = None,
     ) -> None:
+        """
+        Args:
+            proven: Number of events by stage that are bit-equal in steps that were not opened.
+        """
+        self._proven = {k: v for k, v in (proven or {}).items() if k not in _NOT_COUNTED}
         self._traces = traces
         self._steps = steps
         self._options = options
@@ -101,7 +111,7 @@ class Assembly:
         if first is not None:
             return self._diverged(first, first)
         counted = [j for j in self._judged if j.event.site.phase != "environment"]
-        total = len(counted) + self._samples[0]
+        total = len(counted) + self._samples[0] + sum(self._proven.values())
         if not total:
             return (
                 "incomparable",
@@ -168,7 +178,7 @@ class Assembly:
     def _stage(self, name: str, outcome: str) -> StageResult:
         judged = [j for j in self._judged if j.event.site.phase == name]
         counted, unequal, unlisted = self._samples if name == "rendering" else (0, 0, (0, 0))
-        compared = len(judged) + counted
+        compared = len(judged) + counted + self._proven.get(name, 0)
         only = tuple(
             sum(e.site.phase == name for s in self._steps for e, _ in getattr(s.alignment, side))
             + n

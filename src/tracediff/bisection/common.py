@@ -46,7 +46,10 @@ def _compared(trace: Trace, step: int) -> list[Event]:
     return [
         event
         for event in trace.events(step, samples=False)
-        if event.attributes.get("level") != "op" and not is_of_checkpoint(event)
+        if event.attributes.get("level") != "op"
+        and not is_of_checkpoint(event)
+        # States before a step decide; what was drawn in it explains.
+        and (event.site.phase != "rng" or event.site.port == "state")
     ]
 
 

@@ -12,6 +12,7 @@ from tracediff.align import load_rules
 from tracediff.bisection import missing
 from tracediff.bisection.assembly import Assembly
 from tracediff.bisection.common import common_form
+from tracediff.bisection.halving import Halving
 from tracediff.bisection.healing import Step, first_of, origin
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
@@ -81,14 +82,14 @@ def bisect(
         if noise is not None:
             options = replace(options, noise=Noise(traces[0], _opened(noise, stack)))
         replay = _replay(traces, replayed, options, stack)
-        steps = []
-        for step in _steps(traces, options, progress):
+        steps, halving = [], Halving(traces)
+        for step in _steps(traces, options, progress, halving):
             steps.append(step)
             if replay is not None:
                 replay.decide(step)
             if first_of(step, traces, []) is not None:
                 break
-        verdict = Assembly(traces, steps, options).verdict()
+        verdict = Assembly(traces, steps, options, halving.proven).verdict()
         cost = Cost(
             bytes_read=sum(trace.bytes_read for trace in traces),
             bytes_stored=sum(trace.bytes_stored for trace in traces),
@@ -168,23 +169,28 @@ def _steps(
     options: Options,
     progress: Progress | None,
     every_sample: bool = False,
+    halving: Halving | None = None,
 ) -> Iterator[Step]:
-    """Judges the steps that both traces have, in order.
+    """Judges the steps that both traces have, or those of them that may differ, in order.
 
     Args:
         every_sample: Whether to judge also the samples that are equal, of which there may be very
             many.
     """
     state = State()
-    numbers = sorted(set(traces[0].steps) & set(traces[1].steps))
+    numbers = halving.common if halving else sorted(set(traces[0].steps) & set(traces[1].steps))
     stacks = (traces[0].run.stack, traces[1].run.stack)
-    for done, number in enumerate(numbers):
+    chosen = halving.steps() if halving else ((number, False) for number in numbers)
+    for number, left_out in chosen:
+        done = numbers.index(number)
         if progress:
             progress(f"step {number}", done, len(numbers))
         common, samples = common_form(traces, number, state, options, every_sample)
         judge = StepJudge(traces, common.alignment, common.events, state, options)
         lacking = missing.missing(common.alignment, stacks)
         judged = judge.run()
+        if left_out:
+            state.forget_stale(common.events)
         yield Step(number, common.alignment, judged, judge, lacking, samples, common.notes)
     if progress:
         progress("done", len(numbers), len(numbers))

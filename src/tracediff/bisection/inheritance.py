@@ -89,6 +89,15 @@ class State:
         self.outputs = Level()
         """The most that a model's output has been apart in training."""
 
+    def forget_stale(self, events: tuple[Sequence[Event], Sequence[Event]]) -> None:
+        """Forgets parameters that may have changed in steps that nobody looked at.
+
+        Args:
+            events: Of the latest step: what it updated is known.
+        """
+        for memory, side in zip(self.memory, events, strict=True):
+            memory.forget_stale(side)
+
     def below(self, side: int, path: str) -> Level:
         """The worst parameter of a module and its submodules."""
         if path.startswith(ROOT):

@@ -15,6 +15,7 @@ class Memory:
     def __init__(self) -> None:
         self._params: dict[str, dict[str, Event]] = defaultdict(dict)
         self._aliases: dict[str, Sequence[str]] = {}
+        self._trainable: set[str] = set()
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
         self._configuration: dict[str, Any] = {}
 
@@ -23,6 +24,8 @@ class Memory:
         for event in events:
             if event.site.phase == "loading" and event.site.port == "param":
                 self._aliases[event.site.path] = event.attributes.get("aliases", ())
+                if event.attributes.get("trainable", True):
+                    self._trainable.add(event.site.path)
                 self._remember(event)
             elif event.site.phase == "environment":
                 self._remember_setting(event.site.path, event.value)
@@ -32,6 +35,14 @@ class Memory:
         for event in events:
             if event.site.phase == "optimizer" and event.site.port == "param":
                 self._remember(event)
+
+    def forget_stale(self, events: Iterable[Event]) -> None:
+        """Forgets the trainable parameters that this step, the latest, did not update."""
+        updated = {e.site.path for e in events if e.site.port == "param"}
+        for path in self._trainable - updated:
+            for name in (path, *self._aliases.get(path, ())):
+                for owner, rest in _owners(name):
+                    self._params[owner].pop(rest, None)
 
     def params(self, path: str) -> Mapping[str, Event]:
         return self._params.get(path, {})

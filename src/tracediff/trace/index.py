@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import xxhash
 
@@ -21,12 +21,46 @@ STATE_PHASES: Final = ("loading", "rng", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """A run up to and including a step, in short.
+
+    Where the sums of two runs grow by the same from one step to another, they recorded equal
+    values at equal sites in all steps between (but for a chance of 2**-128).
+
+    Attributes:
+        values: Sum over the `values` of all steps, each hashed with the number of its step.
+        generators: The same over their `generators`.
+        counts: Number of events by phase.
+    """
+
+    MODULUS: ClassVar[int] = 1 << 128
+
+    values: int = 0
+    generators: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def then(self, index: StepIndex) -> Prefix:
+        """The prefix up to the step that comes next."""
+        phases = sorted(self.counts.keys() | index.counts.keys())
+        return Prefix(
+            values=(self.values + _number(index.step, index.values)) % self.MODULUS,
+            generators=(self.generators + _number(index.step, index.generators)) % self.MODULUS,
+            counts={name: self.counts.get(name, 0) + index.counts.get(name, 0) for name in phases},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepIndex:
     """One step in short.
 
     Attributes:
         root: Digest over all events of the step in order, hexadecimal. Two steps with equal roots
             recorded equal values at equal sites.
+        values: Digest over all but the environment, which may differ between runs that compute
+            the same, and the states of generators, of which some are never used.
+        generators: Digest over the states of generators that were seeded or drawn from.
+        counts: Number of events by phase.
+        prefix: All steps up to this one; None where that is not known.
         states: Digest over the events of each phase of `STATE_PHASES` that the step has.
         scalars: Values of the trajectory stage (loss, evaluations) by site.
         segment_bytes: Size of the segment that this was made from.
@@ -38,6 +72,10 @@ class StepIndex:
     states: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     segment_bytes: int = 0
+    values: str = ""
+    generators: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    prefix: Prefix | None = None
 
 
 def step_index(
@@ -67,6 +105,12 @@ def step_index(
             if event.value is not None
         },
         segment_bytes=segment_bytes,
+        values=_digest(
+            (event for event in ordered if event.site.phase not in ("environment", "rng")),
+            samples[1],
+        ),
+        generators=_digest(event for event in by_phase.get("rng", []) if _is_used(event)),
+        counts={phase: len(found) for phase, found in sorted(by_phase.items())},
     )
 
 
@@ -88,10 +132,21 @@ def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepInde
     """The index of a step as it was written; None where it is missing, damaged or stale."""
     try:
         found = json.loads(index_file(root, rank, step).read_text(encoding="ascii"))
+        if found.get("prefix") is not None:
+            found["prefix"] = Prefix(**found["prefix"])
         index = StepIndex(**found)
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     return index if (index.step, index.segment_bytes) == (step, segment_bytes) else None
+
+
+def _is_used(event: Event) -> bool:
+    """Whether the state of a generator is the script's doing: it was seeded or drawn from."""
+    return event.site.port == "state" and event.attributes.get("touched") is not False
+
+
+def _number(step: int, digest: str) -> int:
+    return int(xxhash.xxh3_128_hexdigest(f"{step}:{digest}".encode("utf-8", "replace")), 16)
 
 
 def _digest(events: Iterable[Event], samples: bytes = b"") -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site, sample_step
-from tracediff.trace.index import StepIndex, index_file, load_index, step_index
+from tracediff.trace.index import Prefix, StepIndex, index_file, load_index, step_index
 from tracediff.trace.manifest import SEGMENTS, read_manifest
 from tracediff.trace.remote import Mirror, place, url_of
 from tracediff.trace.samples import SampleRows, place_of
@@ -58,6 +58,7 @@ class Trace:
         self._segments = dict(segment_files(self.path, rank, self._mirror))
         self.steps: list[int] = list(self._segments)
         self.bytes_read = 0
+        self._prefixes: dict[int, Prefix] = {}
         self._open: OrderedDict[int, SegmentReader] = OrderedDict()
         self._events: OrderedDict[int, list[Event]] = OrderedDict()
 
@@ -172,9 +173,32 @@ class Trace:
             self._mirror.fetch(index_file(self.path, self.rank, step))
         found = load_index(self.path, self.rank, step, size)
         if found is not None:
+            self.bytes_read += index_file(self.path, self.rank, step).stat().st_size
             return found
         rows = self._segment(step).samples()
         return step_index(step, self._columns(step), size, (len(rows), rows.root))
+
+    def prefix(self, step: int) -> Prefix:
+        """All steps up to and including this one, in short; read from one index file as a rule.
+
+        Raises:
+            TraceError: There is no such step.
+            CorruptTraceError: An index is missing and its segment is damaged.
+        """
+        waiting = []
+        found: Prefix | None = None
+        for earlier in reversed(self.steps[: self.steps.index(step) + 1]):
+            if found := self._prefixes.get(earlier):
+                break
+            index = self.index(earlier)
+            if index.prefix is not None:
+                found = self._prefixes[earlier] = index.prefix
+                break
+            waiting.append(index)
+        found = found or Prefix()
+        for index in reversed(waiting):
+            found = self._prefixes[index.step] = found.then(index)
+        return found
 
     # ---- values ----------------------------------------------------------------------------
 

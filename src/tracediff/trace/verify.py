@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.events import Event
-from tracediff.trace.index import StepIndex, index_file, load_index, step_index
+from tracediff.trace.index import Prefix, StepIndex, index_file, load_index, step_index
 from tracediff.trace.manifest import SEGMENTS, committed_segments, read_manifest
 from tracediff.trace.reader import segment_files
 from tracediff.trace.remote import local_copy
@@ -89,6 +89,7 @@ def _verify(root: Path) -> Verification:
 
 def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> None:
     files = segment_files(root, rank)
+    prefix: Prefix | None = Prefix()
     for step, file in files:
         where = _within(root, file)
         result.steps += 1
@@ -96,8 +97,11 @@ def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> No
         checked = check_segment(file, step)
         result.events += checked.events
         result.damage += [Damage(f"{where} {site}".strip(), what) for site, what in checked.faults]
+        # What comes after a step that cannot be read has a prefix that cannot be told.
+        prefix = prefix.then(checked.index) if prefix and checked.index else None
         if checked.index is not None:
-            result.damage += _check_index(root, rank, checked.index)
+            expected = replace(checked.index, prefix=prefix)
+            result.damage += _check_index(root, rank, expected)
     known = {file for _, file in files}
     others = [file for file in sorted(folder.iterdir()) if file not in known]
     result.unfinished += [_within(root, file) for file in others]
@@ -190,6 +194,8 @@ def digest_of(segment: SegmentReader, event: Event) -> bytes:
 def _check_index(root: Path, rank: int, expected: StepIndex) -> list[Damage]:
     """An index that is missing or stale is made again; one that lies would mislead a reader."""
     found = load_index(root, rank, expected.step, expected.segment_bytes)
+    if found is not None and None in (found.prefix, expected.prefix):
+        found, expected = replace(found, prefix=None), replace(expected, prefix=None)
     if found is None or repr(found) == repr(expected):  # NaN is a value like any other here
         return []
     where = _within(root, index_file(root, rank, expected.step))

@@ -20,7 +20,7 @@ from tracediff.events import Event, Run
 from tracediff.trace import columns
 from tracediff.trace.dtypes import storable
 from tracediff.trace.hierarchy import Hierarchy
-from tracediff.trace.index import StepIndex, step_index, write_index
+from tracediff.trace.index import Prefix, StepIndex, step_index, write_index
 from tracediff.trace.manifest import (
     FORMAT,
     INDEX,
@@ -35,7 +35,7 @@ from tracediff.trace.manifest import (
 from tracediff.trace.names import payload_key
 from tracediff.trace.sample_writer import SampleWriter
 from tracediff.trace.samples import GROUP
-from tracediff.trace.snapshot import Tree, write_snapshot
+from tracediff.trace.snapshot import Tree, snapshot_files, write_snapshot
 from tracediff.trace.summary import FINGERPRINT_FIELDS, digest, plain
 
 _OURS: Final = frozenset({MANIFEST, f".{MANIFEST}.tmp", SEGMENTS, INDEX, SNAPSHOTS})
@@ -88,6 +88,7 @@ class TraceWriter:
         self._segment: Segment | None = None
         self._last_step = -1
         self._committed = 0
+        self._prefix = Prefix()
         self._finished = False
         self._on_refusal = on_refusal
         self._refused: TraceError | None = None
@@ -150,7 +151,7 @@ class TraceWriter:
             self._committed += 1
             rendered = segment.samples.rows, segment.samples.root
             index = step_index(segment.step, segment.events, size, rendered)
-            self._publish(write_index(self._root, self.rank, index))
+            self._write_index(index)
 
     def adopt_step(self, step: int, segment: Path, index: StepIndex) -> None:
         """Copies a sound segment of another trace, to be a committed step of this one.
@@ -166,9 +167,13 @@ class TraceWriter:
                 os.fsync(copy.fileno())
             temporary.rename(final)
             sync_folder(final.parent)
-            write_index(self._root, self.rank, index)
+            self._write_index(index)
         self._last_step = step
         self._committed += 1
+
+    def _write_index(self, index: StepIndex) -> None:
+        self._prefix = self._prefix.then(index)
+        self._publish(write_index(self._root, self.rank, replace(index, prefix=self._prefix)))
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""
@@ -183,7 +188,9 @@ class TraceWriter:
         """
         if not self.rank and os.getpid() == self._pid and not self._gave_up():
             with self._whole_steps():
-                return write_snapshot(self._root, step, tree, keep)
+                lost = write_snapshot(self._root, step, tree, keep)
+                self._publish(snapshot_files(self._root)[step])
+                return lost
         return []
 
     # ---- the run ---------------------------------------------------------------------------
