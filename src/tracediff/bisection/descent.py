@@ -83,7 +83,7 @@ def bisect(
             options = replace(options, noise=Noise(traces[0], _opened(noise, stack)))
         replay = _replay(traces, replayed, options, stack)
         steps, halving = [], Halving(traces)
-        for step in _steps(traces, options, progress, halving):
+        for step in _steps(traces, options, progress, halving=halving):
             steps.append(step)
             if replay is not None:
                 replay.decide(step)

@@ -88,7 +88,7 @@ class TraceWriter:
         self._segment: Segment | None = None
         self._last_step = -1
         self._committed = 0
-        self._prefix = Prefix()
+        self._so_far = Prefix()
         self._finished = False
         self._on_refusal = on_refusal
         self._refused: TraceError | None = None
@@ -172,8 +172,8 @@ class TraceWriter:
         self._committed += 1
 
     def _write_index(self, index: StepIndex) -> None:
-        self._prefix = self._prefix.then(index)
-        self._publish(write_index(self._root, self.rank, replace(index, prefix=self._prefix)))
+        self._so_far = self._so_far.then(index)
+        self._publish(write_index(self._root, self.rank, replace(index, prefix=self._so_far)))
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""
