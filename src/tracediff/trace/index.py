@@ -129,7 +129,7 @@ def write_index(root: Path, rank: int, index: StepIndex) -> Path:
 
 
 def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepIndex | None:
-    """The index of a step as it was written; None where it is missing, damaged or stale."""
+    """The index of a step as it was written; None where it is missing, damaged, stale or old."""
     try:
         found = json.loads(index_file(root, rank, step).read_text(encoding="ascii"))
         if found.get("prefix") is not None:
@@ -137,7 +137,8 @@ def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepInde
         index = StepIndex(**found)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
-    return index if (index.step, index.segment_bytes) == (step, segment_bytes) else None
+    current = (index.step, index.segment_bytes) == (step, segment_bytes)
+    return index if current and index.values else None  # earlier releases had no `values`
 
 
 def _is_used(event: Event) -> bool:
