@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from tracediff import recording
 from tracediff.checkpoint import Checkpoints
+from tracediff.consumers import Consumers
+from tracediff.draws import Position, position
 from tracediff.recorders import rendering_hooks
 from tracediff.recorders.checkpoints import watch_safetensors
 from tracediff.recorders.mlx_arrays import random_key
@@ -71,6 +73,7 @@ class Recorder(recording.Recorder):
         self.snapshots.install()
         if tape.rerun is not None:
             SkipHooks(state, patches, tape.rerun).install()
+        Consumers(tape, "mlx", _position)
         patches.on_undo(watch_generators(tape, self.generators))
 
     def environment(self) -> Mapping[str, Any]:
@@ -115,6 +118,12 @@ class Recorder(recording.Recorder):
     def restore(self, tree: Tree) -> None:
         self.snapshots.restore(tree)
         self._roots.emit_loaded()
+
+
+def _position() -> Position | None:
+    """Where the global generator stands."""
+    key = random_key()
+    return None if key is None else position("mlx", key)
 
 
 def to_dtype_name(array: mx.array) -> str:

@@ -11,8 +11,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
+from tracediff.consumers import Consumers
+from tracediff.draws import Position, position
 from tracediff.recorders import rendering_hooks
 from tracediff.recorders.checkpoints import watch_safetensors
+from tracediff.recorders.pytorch_data import DataLoaderHooks
 from tracediff.recorders.pytorch_loading import LoadingHooks
 from tracediff.recorders.pytorch_loss import LossHooks
 from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
@@ -59,7 +62,9 @@ class Recorder(BaseRecorder):
         patches.replace(torch, "compile", self._wrap_compile)
         if "torch._dynamo" in sys.modules:
             self._run_eagerly()
-        patches.on_undo(watch_generators(self.tape, generator_states, _fresh_state))
+        consumers = Consumers(self.tape, "torch.cpu", _position)
+        DataLoaderHooks(state, consumers, patches).install()
+        patches.on_undo(watch_generators(self.tape, self.generators, _fresh_state))
         patches.on_undo(setattr, state, "active", False)
 
     # ---- compiled functions ----------------------------------------------------------------
@@ -86,7 +91,7 @@ class Recorder(BaseRecorder):
     # ---- long runs -------------------------------------------------------------------------
 
     def generators(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        return generator_states()
+        return generator_states() | self.snapshots.generator_states()
 
     def set_generators(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         for path, state in states.items():
@@ -95,6 +100,7 @@ class Recorder(BaseRecorder):
                 torch.set_rng_state(tensor)
             elif path.startswith("torch.cuda."):
                 torch.cuda.set_rng_state(tensor, int(path.rpartition(".")[2]))
+        self.snapshots.set_generators(states)
 
     def capture(self) -> Tree:
         return self.snapshots.capture()
@@ -153,8 +159,16 @@ def generator_states() -> dict[str, np.ndarray[Any, Any]]:
     return states
 
 
-def _fresh_state(path: str) -> np.ndarray[Any, Any]:
+def _position() -> Position | None:
+    """Where the default generator stands."""
+    with out_of_sight():
+        return position("torch.cpu", torch.get_rng_state().numpy())
+
+
+def _fresh_state(path: str) -> np.ndarray[Any, Any] | None:
     """State of a CUDA generator that was initialised after the recorder attached."""
+    if not path.startswith("torch.cuda."):
+        return None
     device = path.removeprefix("torch.").replace(".", ":")
     with out_of_sight():
         return np.asarray(torch.Generator(device).get_state().numpy())

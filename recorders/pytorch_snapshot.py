@@ -72,7 +72,6 @@ class Snapshots:
                 "optimizers": [_optimizer(o) for o in self._alive(Optimizer)],
                 "schedulers": [_stateful(s) for s in self._alive(LRScheduler)],
                 "scalers": [_stateful(s) for s in self._alive(torch.amp.GradScaler)],
-                "loaders": {path: g.get_state().numpy() for path, g in self.generators()},
             }
 
     def generators(self) -> Iterator[tuple[str, torch.Generator]]:
@@ -84,6 +83,17 @@ class Snapshots:
                 if isinstance(generator, torch.Generator) and generator not in seen:
                     seen.append(generator)
                     yield f"torch.loader[{index}]", generator
+
+    def generator_states(self) -> dict[str, np.ndarray[Any, Any]]:
+        """States of those generators, as bytes."""
+        with out_of_sight():
+            return {path: generator.get_state().numpy() for path, generator in self.generators()}
+
+    def set_generators(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Puts those generators into the states that are given for them."""
+        for path, generator in self.generators():
+            if path in states:
+                generator.set_state(torch.from_numpy(np.array(states[path])))
 
     def _tensors(self) -> list[tuple[torch.Tensor, Named]]:
         return self._state.roots.tensors()
@@ -135,10 +145,6 @@ class Snapshots:
             _same(name, [s["class"] for s in tree[name]], [type(o).__name__ for o in alive])
             for saved, made in zip(tree[name], alive, strict=True):
                 put(made, saved)
-        loaders = dict(self.generators())
-        for path, state in tree["loaders"].items():
-            if path in loaders:
-                loaders[path].set_state(torch.from_numpy(np.array(state)))
 
 
 def _key(named: Named) -> str:

@@ -150,6 +150,8 @@ class Tape:
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self.on_step_end: list[Callable[[], None]] = []
         self.on_evaluation: list[Callable[[], None]] = []
+        self.on_enter: list[Callable[[Frame], None]] = []
+        self.on_exit: list[Callable[[Frame], None]] = []
         self.rerun: Rerun | None = None
         self.settings_of_skipped: dict[str, Any] = {}
         self.step_started = False
@@ -222,10 +224,14 @@ class Tape:
             parent.children.append(frame)
         self._stack.append(frame)
         self._frames[path] = frame
+        for entered in self.on_enter:
+            entered(frame)
         return frame
 
     def exit(self, frame: Frame) -> None:
         """Ends a call, and any call inside it that an exception left open."""
+        for left in self.on_exit:
+            left(frame)
         while self._stack and self._stack.pop() is not frame:
             pass
 

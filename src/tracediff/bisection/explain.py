@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tracediff.bisection import batch_rows
+from tracediff.bisection.generators import parting
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.rendered import differ_rows, differ_texts, inputs_of
 from tracediff.bisection.values import read_pair
@@ -83,8 +84,10 @@ def explain(
         return replace(bare, meaning=note, settings=relevant)
     counts = padding.counts(judged.event, values[0].shape) if padding else None
     if judged.event.kind in ("ids", "labels", "mask") or not is_float(values[0].dtype):
-        rows = judged.event.kind != "state"
-        found = differ_rows(traces, judged.pair, values, counts) if rows else None
+        if judged.event.kind == "state":
+            told = parting(traces, judged.event.site.path, judged.event.site.step)
+            return replace(bare, meaning=told, settings=relevant)
+        found = differ_rows(traces, judged.pair, values, counts)
         named = _named(found) if found else {}
         if arranged := batch_rows.find(traces, judged.event):
             named = {

@@ -69,12 +69,12 @@ class Halving:
         self.proven += Counter(last) - Counter(first)
 
 
-def generators_part(traces: tuple[Trace, Trace], until: int) -> int | None:
-    """The first step, up to `until`, before which a generator in use is in another state."""
+def generators_part(traces: tuple[Trace, Trace], path: str, until: int) -> int | None:
+    """The first step, up to `until`, before which a generator is in another state."""
     steps = [step for step in traces[0].steps[: _aligned(traces)] if step <= until]
 
     def part(place: int) -> bool:
-        a, b = (trace.prefix(steps[place]).generators for trace in traces)
+        a, b = (trace.prefix(steps[place]).generators.get(path) for trace in traces)
         return a != b
 
     found = _first(part, 0, len(steps))

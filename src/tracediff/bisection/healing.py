@@ -94,7 +94,7 @@ def _state_changes(trace: Trace, event: Event) -> bool | None:
     neighbours = [step for step in (site.step + 1, site.step - 1) if step in trace.steps]
     for step in neighbours:
         for other in trace.events(step, samples=False):
-            if (other.site.phase, other.site.path) == ("rng", site.path):
+            if (other.site.phase, other.site.path, other.site.port) == ("rng", site.path, "state"):
                 return other.digest != event.digest
     return None
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracediff.cli import options, output
+from tracediff.errors import UsageError
+
+if TYPE_CHECKING:
+    from tracediff.verdict import Verdict
 
 Html = Annotated[
     Path | None,
@@ -18,6 +24,26 @@ Replayed = Annotated[
     Path | None,
     typer.Option(
         metavar="R", help="A replay of B with A: what errs there is introduced, the rest inherited."
+    ),
+]
+
+
+Replay = Annotated[
+    bool,
+    typer.Option(
+        "--replay",
+        help="Execute the step at which they part again on both sides, in full, and compare that.",
+    ),
+]
+Keep = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="With --replay: keep both replays in this folder."),
+]
+Scripts = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- SCRIPT_A ARGS -- SCRIPT_B ARGS]",
+        help="With --replay: what A and B are recordings of; one script stands for both.",
     ),
 ]
 
@@ -33,27 +59,44 @@ def bisect(
     atol: options.Atol = None,
     noise: options.Noise = None,
     replayed: Replayed = None,
+    replay: Replay = False,
+    level: options.Level = "module",
+    keep: Keep = None,
+    scripts: Scripts = None,
 ) -> int:
     """Name the first place at which two runs of the same job part."""
     # Imported here, as in every command: `--help` must not wait for zarr.
     from tracediff import bisection
+    from tracediff.postmortem import post_mortem, split_scripts
     from tracediff.report.html import to_html
     from tracediff.report.json import dumps, to_json
     from tracediff.report.terminal import render
 
     output.check_writable(json, html)
-    with output.progress() as progress:
-        verdict = bisection.bisect(
-            baseline,
-            target,
-            rules=rules,
-            min_coverage=min_coverage,
-            rtol=rtol or (),
-            atol=atol or (),
-            noise=noise,
-            replayed=replayed,
-            progress=progress,
-        )
+    if scripts and not replay:
+        raise UsageError(f"{scripts[0]}: scripts are given with --replay only")
+    with output.progress() as progress, ExitStack() as stack:
+
+        def compare(a: Path, b: Path) -> Verdict:
+            return bisection.bisect(
+                a,
+                b,
+                rules=rules,
+                min_coverage=min_coverage,
+                rtol=rtol or (),
+                atol=atol or (),
+                noise=noise if a == baseline else None,
+                replayed=replayed if a == baseline else None,
+                progress=progress,
+            )
+
+        if replay:
+            folder = keep or Path(stack.enter_context(TemporaryDirectory(prefix="tracediff-")))
+            both = split_scripts(scripts or [])
+            folder.mkdir(parents=True, exist_ok=True)
+            verdict = post_mortem(compare, baseline, target, both, level=level, folder=folder)
+        else:
+            verdict = compare(baseline, target)
     if html is not None:
         output.write(html, to_html(verdict))
     if json is not None:

@@ -29,14 +29,14 @@ class Prefix:
 
     Attributes:
         values: Sum over the `values` of all steps, each hashed with the number of its step.
-        generators: The same over their `generators`.
+        generators: The same for each generator over its states.
         counts: Number of events by phase.
     """
 
     MODULUS: ClassVar[int] = 1 << 128
 
     values: int = 0
-    generators: int = 0
+    generators: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     def then(self, index: StepIndex) -> Prefix:
@@ -44,7 +44,10 @@ class Prefix:
         phases = sorted(self.counts.keys() | index.counts.keys())
         return Prefix(
             values=(self.values + _number(index.step, index.values)) % self.MODULUS,
-            generators=(self.generators + _number(index.step, index.generators)) % self.MODULUS,
+            generators={
+                path: (self.generators.get(path, 0) + _number(index.step, state)) % self.MODULUS
+                for path, state in index.generators.items()
+            },
             counts={name: self.counts.get(name, 0) + index.counts.get(name, 0) for name in phases},
         )
 
@@ -58,7 +61,7 @@ class StepIndex:
             recorded equal values at equal sites.
         values: Digest over all but the environment, which may differ between runs that compute
             the same, and the states of generators, of which some are never used.
-        generators: Digest over the states of generators that were seeded or drawn from.
+        generators: Digest of the state of each generator before the step.
         counts: Number of events by phase.
         prefix: All steps up to this one; None where that is not known.
         states: Digest over the events of each phase of `STATE_PHASES` that the step has.
@@ -73,7 +76,7 @@ class StepIndex:
     scalars: dict[str, Any] = field(default_factory=dict)
     segment_bytes: int = 0
     values: str = ""
-    generators: str = ""
+    generators: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     prefix: Prefix | None = None
 
@@ -109,7 +112,11 @@ def step_index(
             (event for event in ordered if event.site.phase not in ("environment", "rng")),
             samples[1],
         ),
-        generators=_digest(event for event in by_phase.get("rng", []) if _is_used(event)),
+        generators={
+            event.site.path: event.digest.hex()
+            for event in by_phase.get("rng", [])
+            if event.site.port == "state"
+        },
         counts={phase: len(found) for phase, found in sorted(by_phase.items())},
     )
 
@@ -139,11 +146,6 @@ def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepInde
         return None
     current = (index.step, index.segment_bytes) == (step, segment_bytes)
     return index if current and index.values else None  # earlier releases had no `values`
-
-
-def _is_used(event: Event) -> bool:
-    """Whether the state of a generator is the script's doing: it was seeded or drawn from."""
-    return event.site.port == "state" and event.attributes.get("touched") is not False
 
 
 def _number(step: int, digest: str) -> int:
