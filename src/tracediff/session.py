@@ -43,6 +43,7 @@ def record(
     level: str = "module",
     steps: str | None = None,
     sketch_every: int = 100,
+    sketch_state: int = 1,
     only: str | None = None,
     snapshot_every: int | None = None,
     keep_snapshots: int | None = None,
@@ -65,6 +66,7 @@ def record(
         steps: Steps whose payloads are kept and whose operations are recorded, such as
             `0:3,100`; all by default.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
+        sketch_state: At level `digest`, steps at which parameters and the optimizer keep one.
         only: Module path or pattern, to which payloads and operations are restricted.
         on_error: `stop` raises what the file system refuses inside the block, `continue` ends the
             recording with a warning and lets the block run on.
@@ -79,7 +81,13 @@ def record(
         StackError: The stack is unknown or not installed.
         TraceExistsError: `output` holds something.
     """
-    policy = Policy(level=level, steps=parse_steps(steps), sketch_every=sketch_every, only=only)
+    policy = Policy(
+        level=level,
+        steps=parse_steps(steps),
+        sketch_every=sketch_every,
+        state_every=sketch_state,
+        only=only,
+    )
     stack = stack or imported()
     make = recorder or load_recorder(stack)
     run = Run(
@@ -134,6 +142,7 @@ def record_script(
     level: str = "module",
     steps: str | None = None,
     sketch_every: int = 100,
+    sketch_state: int = 1,
     only: str | None = None,
     snapshot_every: int | None = None,
     keep_snapshots: int | None = None,
@@ -166,6 +175,7 @@ def record_script(
                 level=level,
                 steps=steps,
                 sketch_every=sketch_every,
+                sketch_state=sketch_state,
                 only=only,
                 snapshot_every=snapshot_every,
                 keep_snapshots=keep_snapshots,

@@ -60,8 +60,8 @@ class Policy:
         level: `digest` keeps no tensor payloads, `module` keeps them at module boundaries, `op`
             those of every operation as well.
         steps: Steps whose payloads are kept and whose operations are recorded, or None for all.
-        sketch_every: At level `digest`, steps at which every event keeps a sketch. State
-            (parameters, optimizer) keeps one at every step.
+        sketch_every: At level `digest`, steps at which every event keeps a sketch.
+        state_every: At level `digest`, steps at which parameters and the optimizer keep one.
         only: Module path, or a pattern for it, to which tensor payloads and operations are
             restricted; what is inside the module belongs to it.
     """
@@ -69,13 +69,15 @@ class Policy:
     level: str = "module"
     steps: Sequence[range] | None = None
     sketch_every: int = 100
+    state_every: int = 1
     only: str | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise UsageError(f"level {self.level!r} is unknown: use one of {', '.join(LEVELS)}")
-        if self.sketch_every < 1:
-            raise UsageError(f"--sketch-every is {self.sketch_every}: it must be 1 or more")
+        for name, every in (("every", self.sketch_every), ("state", self.state_every)):
+            if every < 1:
+                raise UsageError(f"--sketch-{name} is {every}: it must be 1 or more")
 
     def keeps_payload(self, step: int, phase: str, kind: str, path: str) -> bool:
         if kind in EXACT_KINDS or phase in ("rendering", "rng"):
@@ -92,7 +94,8 @@ class Policy:
         return self.only is None or _within(path.partition("@")[0], self.only)
 
     def keeps_sketch(self, step: int, phase: str) -> bool:
-        return phase in ("loading", "optimizer") or step < 3 or step % self.sketch_every == 0
+        every = self.state_every if phase == "optimizer" else self.sketch_every
+        return phase == "loading" or step < 3 or step % every == 0
 
 
 @dataclass(eq=False, slots=True)

@@ -80,6 +80,12 @@ Only = Annotated[
 SketchEvery = Annotated[
     int, typer.Option(metavar="N", help="At level digest, keep sketches at every Nth step.")
 ]
+SketchState = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="At level digest, sketches of weights and optimizer at every Nth step."
+    ),
+]
 SnapshotEvery = Annotated[
     int | None,
     typer.Option(metavar="N", help="Keep what a replay needs before every Nth step: a snapshot."),

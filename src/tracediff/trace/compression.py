@@ -43,13 +43,18 @@ def compress(chunk: NDArray[Any], *, shuffle: bool) -> bytes:
     return bytes(Blosc("zstd", _LEVEL, mode, blocksize=CHUNK_BYTES).encode(chunk))
 
 
+def stated_size(data: bytes) -> int:
+    """How many bytes a compressed chunk says it holds; `decompress` checks it."""
+    return int.from_bytes(data[4:8], "little")
+
+
 def decompress(data: bytes, size: int) -> bytes:
     """Undoes `compress`.
 
     Raises:
         ValueError: The bytes are damaged, or do not hold `size` bytes.
     """
-    found = int.from_bytes(data[4:8], "little")
+    found = stated_size(data)
     if len(data) < _HEADER or int.from_bytes(data[12:16], "little") != len(data):
         raise ValueError("a compressed chunk is cut off")
     if found != size or size > LARGEST_CHUNK:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.trace.archive import ArchiveWriter
+from tracediff.trace.compression import LARGEST_CHUNK, compress
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.manifest import MANIFEST, sync_folder
 from tracediff.trace.metadata import (
@@ -67,10 +68,15 @@ class Hierarchy:
             self._archive.add(f"{path}/{key}", block.reshape(-1).view(np.uint8).data)
 
     def add_strings(self, path: str, encoded: bytes, count: int, dims: tuple[str, ...]) -> None:
-        """Appends `count` strings, encoded as Zarr's `vlen-utf8` codec does."""
-        self._describe(path, array_json((count,), (max(1, count),), STRING, dims))
+        """Appends `count` strings, encoded as Zarr's `vlen-utf8` codec does, and compresses them:
+        names repeat themselves, and take a tenth."""
+        fits = len(encoded) <= LARGEST_CHUNK
+        shuffle = False if fits else None
+        self._describe(path, array_json((count,), (max(1, count),), STRING, dims, shuffle))
         if count:
-            self._archive.add(f"{path}/c/0", encoded)
+            block = np.frombuffer(encoded, np.uint8)
+            data = compress(block, shuffle=False) if fits else encoded
+            self._archive.add(f"{path}/c/0", data)
 
     def commit(self, attributes: Mapping[str, Any]) -> int:
         """Finishes the file, waits for the disk and renames it; returns its size in bytes.

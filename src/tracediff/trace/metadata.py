@@ -61,7 +61,8 @@ def array_json(
         if DTYPES[data_type].itemsize > 1:
             codec["configuration"] = {"endian": "little"}
         fill = fill_value(data_type)
-    compression = [] if shuffle is None else [codec_json(DTYPES[data_type].itemsize, shuffle)]
+    itemsize = 1 if data_type == STRING else DTYPES[data_type].itemsize
+    compression = [] if shuffle is None else [codec_json(itemsize, shuffle)]
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -142,8 +143,8 @@ def parse_array(document: Any) -> ArrayInfo:
     names = (
         [c.get("name") for c in codecs if isinstance(c, dict)] if isinstance(codecs, list) else []
     )
-    allowed = [["vlen-utf8"]] if data_type == STRING else [["bytes"], ["bytes", "blosc"]]
-    if names not in allowed:
+    first = "vlen-utf8" if data_type == STRING else "bytes"
+    if names not in ([first], [first, "blosc"]):
         raise ValueError(f"its codecs are {names}, which this release does not read")
     grid = document.get("chunk_grid")
     configuration = grid.get("configuration") if isinstance(grid, dict) else None

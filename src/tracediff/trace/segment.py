@@ -16,7 +16,7 @@ from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.events import Event
 from tracediff.trace import columns
 from tracediff.trace.archive import Archive
-from tracediff.trace.compression import CHUNK_BYTES, LARGEST_CHUNK, decompress
+from tracediff.trace.compression import CHUNK_BYTES, LARGEST_CHUNK, decompress, stated_size
 from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
 from tracediff.trace.sample_table import SampleTable, parse_variants
@@ -207,6 +207,8 @@ class SegmentReader(HierarchyReader):
                 return []
             data = self.archive.read(f"{path}/c/0")
             self.column_bytes += len(data)
+            if info.compressed:
+                data = decompress(data, stated_size(data))
             return columns.decode_strings(data, self._count)
         array = self._array(path, info, checked=True)
         self.column_bytes += array.nbytes
