@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from tracediff.errors import (
 from tracediff.testing import build_trace
 from tracediff.trace import Trace, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
+from tracediff.trace.compression import compress
 
 KILLED_SCRIPT = """
 import sys
@@ -202,7 +204,7 @@ def test_appended_bytes_are_found(path: Path) -> None:
 
 def test_an_index_that_lies_is_found_and_a_missing_one_made_again(path: Path) -> None:
     file = path / "index/0/00000001.json"
-    honest = Trace(path).index(1)
+    honest = replace(Trace(path).index(1), prefix=None)
     document = json.loads(file.read_text())
     document["root"] = "0" * 32
     file.write_text(json.dumps(document))
@@ -210,9 +212,9 @@ def test_an_index_that_lies_is_found_and_a_missing_one_made_again(path: Path) ->
     assert damage.where == "index/0/00000001.json"
     for content in ("", "[]", "{", '{"step": 1}'):
         file.write_text(content)
-        assert Trace(path).index(1) == honest
+        assert replace(Trace(path).index(1), prefix=None) == honest
     file.unlink()
-    assert Trace(path).index(1) == honest
+    assert replace(Trace(path).index(1), prefix=None) == honest
     assert verify(path).sound
 
 
@@ -383,7 +385,7 @@ def test_a_huge_shape_that_the_columns_claim_too_is_refused(path: Path) -> None:
     rewrite(
         path,
         {
-            "events/shape/c/0": column,
+            "events/shape/c/0": compress(np.frombuffer(column, np.uint8), shuffle=False),
             f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [size], [1]),
         },
     )
@@ -398,7 +400,8 @@ def test_a_payload_reference_cannot_leave_the_segment(path: Path) -> None:
     column = b"\5\0\0\0" + b"".join(
         len(text).to_bytes(4, "little") + text.encode() for text in texts
     )
-    rewrite(path, {"events/payload/c/0": column})
+    packed = compress(np.frombuffer(column, np.uint8), shuffle=False)
+    rewrite(path, {"events/payload/c/0": packed})
     trace = Trace(path)
     for event in trace.events(1)[1:4]:
         with pytest.raises(TraceError, match="holds no payload"):

@@ -90,6 +90,7 @@ def _verify(root: Path) -> Verification:
 def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> None:
     files = segment_files(root, rank)
     prefix: Prefix | None = Prefix()
+    last = -1
     for step, file in files:
         where = _within(root, file)
         result.steps += 1
@@ -97,8 +98,10 @@ def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> No
         checked = check_segment(file, step)
         result.events += checked.events
         result.damage += [Damage(f"{where} {site}".strip(), what) for site, what in checked.faults]
-        # What comes after a step that cannot be read has a prefix that cannot be told.
-        prefix = prefix.then(checked.index) if prefix and checked.index else None
+        # What comes after a step that cannot be read, or is gone, has a prefix nobody can tell.
+        unbroken = prefix if step == last + 1 else None
+        prefix = unbroken.then(checked.index) if unbroken and checked.index else None
+        last = step
         if checked.index is not None:
             expected = replace(checked.index, prefix=prefix)
             result.damage += _check_index(root, rank, expected)
