@@ -145,7 +145,7 @@ class ModuleHooks:
                 ports = call.inputs()
             with state.giving(ports):
                 output = call.run()
-            self._emit(tape.emit_out, frame, output_ports(output))
+            self._emit(tape.emit_out, frame, output_ports(output), _offset(call))
         finally:
             state.open.pop()
             tape.exit(frame)
@@ -208,14 +208,20 @@ class ModuleHooks:
             if is_integer(array) and (values := self._state.read(array)) is not None:
                 self._state.tape.emit_batch(name, values, call)
 
-    def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> dict[str, int]:
+    def _emit(
+        self,
+        emit: Callable[..., int],
+        frame: Frame,
+        ports: Ports,
+        further: Mapping[str, Any] | None = None,
+    ) -> dict[str, int]:
         orders = {}
-        attributes = {"skipped": ports.skipped} if ports.skipped else None
+        attributes = dict(further or {}) | ({"skipped": ports.skipped} if ports.skipped else {})
         for port, array in ports.tensors:
             if (values := self._state.read(array)) is not None:
                 dims = hidden_dims(array, frame.op, self._batch)
                 orders[port] = emit(frame, port, values, dims=dims, attributes=attributes)
-                attributes = None
+                attributes = {}
         return orders
 
     # ---- gradients -------------------------------------------------------------------------
@@ -354,6 +360,14 @@ class Boundary:
     def returned(self, result: Any) -> None:
         if self._operations:
             self._operations.bind(result, self._results)
+
+
+def _offset(call: Call) -> dict[str, int]:
+    """Position that a rotary embedding counts from, where it is not 0."""
+    if "rope" not in type(call.module).__name__.lower():
+        return {}
+    given = call.kwargs.get("offset", call.args[1] if len(call.args) > 1 else 0)
+    return {"offset": given} if isinstance(given, int) and given else {}
 
 
 class Repeated:

@@ -10,6 +10,7 @@ import numpy as np
 from tracediff.replayers.reference_functions import erf
 from tracediff.replayers.reference_functions import sigmoid as logistic
 from tracediff.replayers.reference_rounding import (
+    ROUNDING,
     arithmetic,
     is_narrow,
     reach_of,
@@ -94,8 +95,19 @@ def sigmoid(call: Call) -> Replayed:
 
 
 def handed_through(call: Call) -> Replayed | None:
-    """The input itself: Identity, and Dropout whose probability is zero."""
-    if call.op != "Identity" and call.settings.get("p") != 0:
+    """The input itself: Identity, and Dropout whose probability is zero; with a mask,
+    `x mask / (1 - p)`. Srivastava et al., "Dropout", 2014, scaled in training as both stacks do.
+
+    Args:
+        call: `in`, and for a dropout that is on `mask`: False where an element was dropped.
+    """
+    share = call.settings.get("p")
+    if "mask" in call.inputs and isinstance(share, float) and 0 < share < 1:
+        kept: Floats = wide(call.inputs["in"]) * call.inputs["mask"] / (1 - share)
+        error = 3 * ROUNDING * arithmetic(call) * np.abs(kept)
+        spread = together(error, stored(call, kept, 2 if is_narrow(call) else 1))
+        return Replayed(kept, spread, f"{call.op} p={share:g} {call.dtype}")
+    if call.op != "Identity" and share != 0:
         return None
     value = wide(call.inputs["in"])
     return Replayed(value, np.zeros_like(value), f"{call.op} hands its input through")

@@ -33,6 +33,7 @@ class _Formula:
     function: Callable[[Call], Replayed | None]
     ports: frozenset[str] = frozenset({"in"})
     takes_params: bool = True
+    further: frozenset[str] = frozenset()
 
 
 _TWO: Final = frozenset({"in", "other"})
@@ -57,7 +58,10 @@ _FORMULAS: Final[tuple[tuple[re.Pattern[str], _Formula], ...]] = tuple(
         (r"ReLU", _plain(elementwise.relu)),
         (r"Tanh", _plain(elementwise.tanh)),
         (r"Sigmoid", _plain(elementwise.sigmoid)),
-        (r"Identity|Dropout", _plain(elementwise.handed_through)),
+        (
+            r"Identity|Dropout",
+            _Formula(elementwise.handed_through, takes_params=False, further=frozenset({"mask"})),
+        ),
         (
             r"cross_entropy",
             _Formula(losses.cross_entropy, frozenset({"in", "labels"}), takes_params=False),
@@ -106,7 +110,7 @@ class Replayer(replaying.Replayer):
 
     def replay(self, call: Call) -> Replayed | None:
         formula = _formula(call.op)
-        if formula is None or formula.ports != call.inputs.keys():
+        if formula is None or formula.ports != call.inputs.keys() - formula.further:
             return None
         if call.params and not formula.takes_params:
             return None

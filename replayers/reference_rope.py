@@ -31,7 +31,7 @@ def rope(call: Call) -> Replayed | None:
 
     Args:
         call: `in` of shape (..., sequence, head_dim). Settings: `base`, `dims`, `traditional`,
-            and `scale` of the positions, which count from 0.
+            and `scale` of the positions, which count from `offset`, or 0.
     """
     x, base = call.inputs["in"], call.settings.get("base")
     if x.ndim < 2 or not isinstance(base, int | float) or base <= 0:
@@ -41,7 +41,11 @@ def rope(call: Call) -> Replayed | None:
         return None
     scale = float(call.settings.get("scale") or 1.0)
     exponents = np.arange(0, dims, 2, dtype=np.float64) / dims
-    angles = scale * np.arange(x.shape[-2], dtype=np.float64)[:, None] * base**-exponents
+    offset = call.settings.get("offset") or 0
+    if not isinstance(offset, int):
+        return None
+    positions = offset + np.arange(x.shape[-2], dtype=np.float64)
+    angles = scale * positions[:, None] * base**-exponents
     data = wide(x)
     traditional = bool(call.settings.get("traditional"))
     places = (

@@ -216,6 +216,25 @@ def test_how_a_gelu_is_approximated_is_recorded_under_the_name_of_all_stacks(
     assert trace.settings()["layers.1.approximate"] == approximate
 
 
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.rope = nn.RoPE(4)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.rope(self.rope(self.proj(x)), offset=5)
+
+
+def test_the_position_that_a_rotary_embedding_counts_from_is_recorded(
+    record: Callable[..., Recording],
+) -> None:
+    model = Rotated()
+    trace = record(lambda: mx.eval(model(mx.ones((1, 2, 3, 4)))))
+    found = [trace.trace.find(f"0/forward/rope#{call}:out").attributes for call in (0, 1)]
+    assert found == [{}, {"offset": 5}]
+
+
 def test_lora_settings_trainable_flags_and_batch(record: Callable[..., Recording]) -> None:
     model = llama(lora=True)
     (inputs, targets), *_ = batches(1)

@@ -110,6 +110,13 @@ def test_rope_is_a_rotation_of_complex_numbers(traditional: bool) -> None:
     np.testing.assert_allclose(halves[0] + 1j * halves[1], turned, atol=1e-14)
 
 
+def test_positions_may_count_from_an_offset() -> None:
+    x = array(1, 1, 9, 8)
+    whole = replay("RoPE", x, base=100.0).value
+    rest = replay("RoPE", x[..., 5:, :], base=100.0, offset=5).value
+    np.testing.assert_allclose(rest, whole[..., 5:, :], atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("op", "points"),
     [
@@ -329,6 +336,33 @@ def test_a_tiny_fault_is_named_and_the_right_side_blamed(
     assert first.detail[f"distance_{wrong}"] > 3 * first.detail[f"distance_{other}"]
     assert first.bound is not None
     assert first.error.rel_l2 > first.bound.rel_l2
+
+
+@pytest.mark.parametrize("wrong", [None, "baseline", "target"])
+def test_a_dropout_is_judged_given_what_it_dropped(tmp_path: Path, wrong: str | None) -> None:
+    """Inverted dropout without its 1/(1 - p) on one side, from the same random numbers."""
+    kept = np.random.default_rng(3).random(X.shape) >= 0.25
+    sides = {
+        side: {
+            "op": "Dropout",
+            "settings": {"p": 0.25},
+            "x": x,
+            "out": (x * kept * (1.0 if side == wrong else 4 / 3)).astype(np.float32),
+        }
+        for side, x in (("baseline", X), ("target", NUDGED))
+    }
+    verdict = judge(tmp_path, sides["baseline"], sides["target"])
+    if wrong is None:
+        assert verdict.outcome == "equivalent", verdict.reason
+    else:
+        assert divergence(verdict).blame == wrong
+
+
+def test_dropouts_that_dropped_other_elements_are_not_excused(tmp_path: Path) -> None:
+    common = {"op": "Dropout", "settings": {"p": 0.25}, "x": X}
+    masks = (np.random.default_rng(seed).random(X.shape) >= 0.25 for seed in (3, 4))
+    outs = [common | {"out": (X * mask * (4 / 3)).astype(np.float32)} for mask in masks]
+    divergence(judge(tmp_path, *outs))
 
 
 def test_two_different_faults_blame_both(tmp_path: Path) -> None:

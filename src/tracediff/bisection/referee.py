@@ -142,7 +142,7 @@ class Referee:
         calls = self._call(0, pair.baseline), self._call(1, pair.target)
         if calls[0] is None or calls[1] is None:
             return None
-        found = calls[0], calls[1]
+        found = _with_masks((calls[0], calls[1]), values)
         if self._have_equal_params(pair):
             found = found[0], replace(found[1], params=found[0].params)
         if spot and reference().is_by_rows(pair.baseline.op):
@@ -264,6 +264,20 @@ def _has_formula(pair: Pair) -> bool:
         and reference().supports(pair.baseline.op)
         and reference().supports(pair.target.op)
     )
+
+
+def _with_masks(calls: Calls, values: Values) -> Calls:
+    """Dropouts that dropped the same elements on both sides, with that mask: what is zero was
+    dropped, as far as it was not zero before. Others as they are."""
+    if not all("Dropout" in call.op and call.settings.get("p") for call in calls):
+        return calls
+    a, b = (
+        (value != 0) | (call.inputs["in"] == 0) for value, call in zip(values, calls, strict=True)
+    )
+    if not np.array_equal(a, b):
+        return calls
+    first, second = (replace(call, inputs={**call.inputs, "mask": a}) for call in calls)
+    return first, second
 
 
 def _is_suspicious(calls: Calls, values: Values) -> bool:
