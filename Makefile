@@ -1,6 +1,7 @@
 # make demo   find a real divergence on a real fine-tune, mend it, and find a planted one
 # make test   every test
 # make faults the whole fault benchmark; writes docs/accuracy.md
+# make rendering-size   168,574 records rendered, recorded and bisected (docs/performance.md)
 # Each creates .venv with the versions of constraints.txt on its first call.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-quick faults lint format venv clean
+.PHONY: demo test test-quick faults rendering-size lint format venv clean
 
 demo: $(STAMP)
 	$(BIN)/tracediff demo
@@ -22,6 +23,9 @@ test-quick: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m benchmarks.faults --jobs 2 --json faults.json --markdown docs/accuracy.md
+
+rendering-size: $(STAMP)
+	$(BIN)/python -m benchmarks.rendering --model examples/clinical_lora/build/model --batch 256
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
