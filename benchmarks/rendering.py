@@ -90,13 +90,19 @@ def words_of(model: Path) -> list[str]:
 # ---- parts, one process each --------------------------------------------------------------------
 
 
-def render(model: Path, count: int, batch: int, changed: int | None) -> int:
-    """What a script does before a fine-tune; returns the number of tokens."""
+def load(model: Path) -> Any:
+    """The tokenizer of a folder."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model)
+
+
+def render(
+    tokenizer: Any, words: Sequence[str], count: int, batch: int, changed: int | None
+) -> int:
+    """What a script does before a fine-tune; returns the number of tokens."""
     tokens, done = 0, 0
-    source = records(words_of(model), count)
+    source = records(words, count)
     while chunk := list(islice(source, batch)):
         if changed is not None and done <= changed < done + len(chunk):
             chunk[changed - done][1]["content"] += f" The {CHANGED}."
@@ -112,17 +118,18 @@ def _part(name: str, args: argparse.Namespace) -> dict[str, Any]:
         return _bisect(args.folder)
     if name == "bare":
         import torch  # noqa: F401  (as in the recorded script)
-        import transformers  # noqa: F401
 
+        tokenizer, words = load(args.model), words_of(args.model)
         began, cpu = time.perf_counter(), time.process_time()
-        tokens = render(args.model, args.records, args.batch, None)
+        tokens = render(tokenizer, words, args.records, args.batch, None)
     else:
         import tracediff
 
         changed = args.records // 2 if name == "changed" else None
         with tracediff.record(args.folder / f"{name}.zarr", stack="pytorch"):
+            tokenizer, words = load(args.model), words_of(args.model)
             began, cpu = time.perf_counter(), time.process_time()
-            tokens = render(args.model, args.records, args.batch, changed)
+            tokens = render(tokenizer, words, args.records, args.batch, changed)
     return {**_spent(began, cpu), "tokens": tokens}
 
 
@@ -155,8 +162,8 @@ def measure(model: Path, count: int, batch: int = 1) -> dict[str, Any]:
     """Runs all parts.
 
     Returns:
-        Seconds, records per processor second and peak memory (bytes) of each part, tokens, bytes of the
-        trace, and what `bisect` found.
+        Seconds, records per processor second and peak memory (bytes) of each part, tokens, bytes
+        of the trace, and what `bisect` found.
     """
     parts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.rendering import CHANGED, REAL_SIZE, records, render, table, words_of
 from rendering_tokenizer import TEMPLATE, tokenizer_json
 
+from benchmarks.rendering import CHANGED, REAL_SIZE, load, records, render, table, words_of
 from tracediff import bisect, record
 from tracediff.trace import Trace, verify
 
@@ -45,7 +45,7 @@ def test_one_changed_record_in_the_middle_is_found(model: Path, tmp_path: Path, 
     tokens = []
     for name, changed in (("a", None), ("b", COUNT // 2)):
         with record(tmp_path / name, stack="pytorch"):
-            tokens.append(render(model, COUNT, batch, changed))
+            tokens.append(render(load(model), words_of(model), COUNT, batch, changed))
     assert tokens[0] < tokens[1]
     verdict = bisect(tmp_path / "a", tmp_path / "b")
     assert verdict.first is not None
@@ -64,9 +64,9 @@ def test_one_changed_record_in_the_middle_is_found(model: Path, tmp_path: Path, 
 def test_the_trace_is_smaller_than_the_ids_as_int32(model: Path, tmp_path: Path) -> None:
     """On so few records what each trace has anyway (environment, metadata) is left out."""
     with record(tmp_path / "a", stack="pytorch"):
-        tokens = render(model, COUNT, 64, None)
+        tokens = render(load(model), words_of(model), COUNT, 64, None)
     with record(tmp_path / "none", stack="pytorch"):
-        render(model, 1, 1, None)
+        render(load(model), words_of(model), 1, 1, None)
     size = Trace(tmp_path / "a").bytes_stored - Trace(tmp_path / "none").bytes_stored
     assert size < 4 * tokens
 
