@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 import sys
 import threading
 from collections import defaultdict
@@ -425,7 +426,7 @@ def user_line() -> str:
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_NOT_USER_CODE) and "site-packages" not in filename:
-            return f"{Path(filename).name}:{frame.f_lineno}"
+            return f"{os.path.basename(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
