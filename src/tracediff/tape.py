@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import os
 import sys
 import threading
 from collections import defaultdict
@@ -420,13 +419,18 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
+@lru_cache(maxsize=1024)
+def _name_of(filename: str) -> str:
+    return Path(filename).name
+
+
 def user_line() -> str:
     """`file:line` of the innermost running line that belongs to no installed package, or ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_NOT_USER_CODE) and "site-packages" not in filename:
-            return f"{os.path.basename(filename)}:{frame.f_lineno}"
+            return f"{_name_of(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
