@@ -13,7 +13,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -420,8 +419,8 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
-@lru_cache(maxsize=1024)
-def _name_of(filename: str) -> str:
+@functools.lru_cache(maxsize=1024)
+def _file_name(filename: str) -> str:
     return Path(filename).name
 
 
@@ -431,7 +430,7 @@ def user_line() -> str:
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(_NOT_USER_CODE) and "site-packages" not in filename:
-            return f"{_name_of(filename)}:{frame.f_lineno}"
+            return f"{_file_name(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
