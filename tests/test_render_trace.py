@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from rendering_tokenizer import TEMPLATE, tokenizer_json
 from transformers import AutoTokenizer
 
@@ -17,7 +20,7 @@ from tracediff.recorders.rendering_chain import Chain
 from tracediff.recorders.transformers_rendering import RenderingHooks
 from tracediff.recording import Patches, Policy, Tape
 from tracediff.testing import build_trace
-from tracediff.trace import TraceWriter
+from tracediff.trace import Trace, TraceWriter
 
 pytest.importorskip("regex")
 pytest.importorskip("minijinja")
@@ -131,6 +134,32 @@ def test_ids_that_were_cut_depart_at_the_ids(folder: Path, tmp_path: Path) -> No
         1,
         "truncated",
     )
+
+
+ANY = st.text(st.characters(codec=None, categories=None), max_size=10)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.lists(ANY, min_size=1, max_size=4), min_size=1, max_size=3))
+@example([["a\0b \ud83d", "\udfff\u0301e😀\U0010ffff\r\n"]])
+def test_any_text_in_any_turns_passes_the_recorder_unchanged(
+    folder: Path, turns: list[list[str]]
+) -> None:
+    """Also lone surrogates, which the tokenizer refuses but a template does not."""
+    chats = [[{"role": "user", "content": text} for text in chat] for chat in turns]
+    made: list[str] = []
+
+    def job(tokenizer: Any) -> None:
+        made.extend(tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        trace = Trace(record(Path(temporary) / "run.zarr", folder, job))
+        found = {event.site.path: event.value for event in trace.samples(0)}
+    for i, (chat, text) in enumerate(zip(chats, made, strict=True)):
+        assert json.loads(found[f"sample[{i}].messages"]) == chat
+        assert found[f"sample[{i}].template"] == text
 
 
 def test_wrong_use_is_one_sentence(
