@@ -47,6 +47,7 @@ TWINS = (
     "eager against SDPA-tt-llama-bfloat16",
     "PyTorch against MLX-tm-gpt2-float32",
     "PyTorch against MLX-tm-qwen3-bfloat16",
+    "PyTorch against MLX-tm-qwen3_moe-float32",
     "adapter-tm-llama-float32",
     "deep-tm-llama-bfloat16",
 )

@@ -66,7 +66,8 @@ class Backward:
         self._ins: dict[Key, Event] = {}
         self.grads: dict[Key, Event] = {}
         self._param_grads: Counter[str] = Counter()
-        for event in events:
+        # A tensor whose parts have partners of their own is listed more than once.
+        for event in {event.site: event for event in events}.values():
             self._take(event)
         self._calls = Counter(path for path, _ in self._outs)
         self._readers: dict[bytes, list[Key]] = defaultdict(list)

@@ -72,7 +72,8 @@ class _Side:
         self._now: dict[tuple[str, str], Event] = {}
         self._backward: dict[str, list[Event]] = defaultdict(list)
         self._clips: list[Event] = []
-        for event in events:
+        # A tensor whose parts have partners of their own is listed more than once.
+        for event in {event.site: event for event in events}.values():
             site = event.site
             if site.phase == "optimizer" and site.path == CLIP and site.port == "out":
                 self._clips.append(event)
@@ -108,7 +109,8 @@ class _Side:
 
     def _norm(self, event: Event) -> Step | None:
         """The norm of all gradients, of those parameters that the optimizer updates."""
-        paths = [path for path, port in self._now if port == "grad"]
+        updated = {path for path, port in self._now if port == "grad"}
+        paths = [path for path in updated if path.rpartition("[")[0] not in updated]  # no parts
         grads = [self._backward.get(path, []) for path in paths]
         if not grads or len(self._clips) != 1:
             return None
