@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from tracediff.rendering import Vocabulary, differ_ids
-from tracediff.rendering.provenance import content_spans, origin_at, token_origins, token_spans
+from tracediff.rendering.provenance import (
+    content_spans,
+    facts_of,
+    origin_at,
+    token_origins,
+    token_spans,
+    tokens_of,
+)
 from tracediff.rendering.record_classes import classify_record, differing_leaf, lacks_tools
 
 N = -100
@@ -142,3 +149,16 @@ def test_provenance_of_characters_and_tokens() -> None:
     ]
     assert token_spans(facts, 5) is None
     assert token_spans({}, 5) is None
+
+
+def test_attributes_of_another_form_are_left_out() -> None:
+    right = {"lengths": [1, 2], "jumps": {"1": -1}, "padded": [0, 1], "special": [0]}
+    assert facts_of({**right, "truncated": 3, "pretokens": "ab", "tokens": {}}) == {
+        **right,
+        "truncated": 3,
+        "pretokens": "ab",
+    }
+    wrong = {"lengths": [1, "2"], "jumps": {"1": None}, "padded": [0], "special": 0}
+    assert facts_of({**wrong, "truncated": "3", "pretokens": 5}) == {}
+    assert tokens_of({"5": "a", "x": "b", "6": 7}) == {5: "a"}
+    assert tokens_of([1]) == {}

@@ -19,7 +19,13 @@ from tracediff.compare import settings
 from tracediff.errors import TraceError
 from tracediff.events import Event, Pair
 from tracediff.rendering import Difference, Vocabulary, differ_ids, differ_text
-from tracediff.rendering.provenance import content_spans, origin_at, token_origins
+from tracediff.rendering.provenance import (
+    content_spans,
+    facts_of,
+    origin_at,
+    token_origins,
+    tokens_of,
+)
 from tracediff.rendering.record_classes import classify_record, differing_leaf, lacks_tools
 from tracediff.rendering.text_classes import Class
 from tracediff.trace import Trace
@@ -88,7 +94,7 @@ def vocabulary_of(traces: Iterable[Trace], step: int, number: int = 0) -> Vocabu
     Where the two sides disagree on a special ID, the baseline's counts.
     """
     tokens: dict[int, str] = {}
-    control: dict[str, str] = {}
+    control: dict[int, str] = {}
     special: dict[str, int] = {}
     for trace in traces:
         for before in [s for s in trace.steps if s <= step]:
@@ -99,18 +105,16 @@ def vocabulary_of(traces: Iterable[Trace], step: int, number: int = 0) -> Vocabu
                 if match and int(match[1] or 0) == number:
                     _take_setting(match[2], event.value, control, special)
                 elif event.attributes.get("tokenizer", 0) == number:
-                    new = event.attributes.get("tokens", {})
-                    tokens |= {int(i): token for i, token in new.items() if int(i) not in tokens}
+                    tokens = tokens_of(event.attributes.get("tokens")) | tokens
     if not special and not control:
         return None
-    known = {int(i): token for i, token in control.items()}
-    return Vocabulary(tokens | known, frozenset(known) | frozenset(special.values()), **special)
+    return Vocabulary(tokens | control, frozenset(control) | frozenset(special.values()), **special)
 
 
-def _take_setting(name: str, value: Any, control: dict[str, str], special: dict[str, int]) -> None:
+def _take_setting(name: str, value: Any, control: dict[int, str], special: dict[str, int]) -> None:
     role = name.removesuffix("_token_id")
-    if name == "control" and isinstance(value, Mapping):
-        control.update(value)
+    if name == "control":
+        control.update(tokens_of(value))
     elif role in ("bos", "eos", "pad") and isinstance(value, int):
         special.setdefault(role, value)
 
@@ -216,11 +220,10 @@ def _how_rows_part(a: Sample, b: Sample, rows: tuple[NDArray[Any], NDArray[Any]]
     The tokenizer normalises, cuts into words, merges to tokens, puts special tokens in, truncates
     and pads; the trace keeps what each of these did, and the first that differs is named.
     """
-    facts = [side.event.attributes for side in (a, b)]
+    facts = [facts_of(side.event.attributes) for side in (a, b)]
     detail: dict[str, Any] = {}
     origins = [
-        side.origins(side.event.attributes, len(row))
-        for side, row in zip((a, b), rows, strict=True)
+        side.origins(fact, len(row)) for side, fact, row in zip((a, b), facts, rows, strict=True)
     ]
     if None not in origins:
         detail["origins"] = dict(zip(_SIDES, origins, strict=True))
@@ -233,9 +236,10 @@ def _how_rows_part(a: Sample, b: Sample, rows: tuple[NDArray[Any], NDArray[Any]]
     inner = [_without_special(row, fact) for row, fact in zip(bare, facts, strict=True)]
     if inner[0] != inner[1]:
         cut = [fact.get("truncated", 0) for fact in facts]
-        if cut[0] != cut[1] or (cut[0] and facts[0]["pretokens"] != facts[1]["pretokens"]):
+        cuts_differ = facts[0].get("pretokens") != facts[1].get("pretokens")
+        if cut[0] != cut[1] or (cut[0] and cuts_differ):
             return detail | {"step": "truncation", "truncated": dict(zip(_SIDES, cut, strict=True))}
-        if facts[0]["pretokens"] != facts[1]["pretokens"]:
+        if cuts_differ:
             return detail | {"step": "pretokens"}
         return detail
     return detail | {"step": "special tokens" if bare[0] != bare[1] else "padding"}

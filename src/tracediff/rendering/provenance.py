@@ -50,11 +50,41 @@ def origin_at(spans: Sequence[Span], index: int) -> str:
     return next((s.origin for s in spans if s.start <= index < s.stop), TEMPLATE)
 
 
+def facts_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """How a row of IDs came about, from its attributes: a trace may hold anything there.
+
+    Returns:
+        `lengths`, `jumps`, `padded`, `special`, `truncated` and `pretokens` as recorders write
+        them; a fact of another form is left out.
+    """
+    facts = {name: attributes[name] for name in ("lengths", "special") if name in attributes}
+    facts = {name: value for name, value in facts.items() if _are_integers(value)}
+    padded, jumps = attributes.get("padded"), attributes.get("jumps")
+    if _are_integers(padded) and isinstance(padded, list) and len(padded) == 2:
+        facts["padded"] = padded
+    if isinstance(jumps, Mapping) and _are_integers(list(jumps.values())):
+        facts["jumps"] = jumps
+    for name, kind in (("truncated", int), ("pretokens", str)):
+        if isinstance(attributes.get(name), kind):
+            facts[name] = attributes[name]
+    return facts
+
+
+def tokens_of(value: Any) -> dict[int, str]:
+    """Tokens by ID from a JSON object; entries of another form are left out."""
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    return {int(i): token for i, token in pairs if str(i).isdecimal() and isinstance(token, str)}
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
 def token_spans(facts: Mapping[str, Any], count: int) -> list[tuple[int, int]] | None:
     """First and last character of each of `count` tokens, padding included; None if not recorded.
 
     Args:
-        facts: Attributes of the IDs: `lengths`, `jumps`, `padded`, as recorders write them.
+        facts: Those that `facts_of` takes from the attributes of the IDs.
     """
     lengths = facts.get("lengths")
     if not isinstance(lengths, list):
