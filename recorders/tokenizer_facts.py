@@ -66,7 +66,7 @@ def encoding_facts(encoded: Any, rows: int, known: set[int]) -> list[dict[str, A
         pretokens: Digest of where the pre-tokenizer cut the text.
         special: Positions of tokens that the post-processor put in.
         padded: How many tokens of padding are before and after.
-        truncated: How many tokens were cut off.
+        truncated: How many tokens of the text were cut off (with a stride, those said twice count).
     """
     encodings = getattr(encoded, "encodings", None) or ()
     if len(encodings) != rows:
@@ -96,7 +96,8 @@ def _facts(encoding: Any) -> dict[str, Any]:
     if any(padded):
         facts["padded"] = padded
     if encoding.overflowing:
-        facts["truncated"] = sum(len(rest) for rest in encoding.overflowing)
+        rests = encoding.overflowing  # each with special tokens (and padding) of its own
+        facts["truncated"] = sum(len(rest) - sum(rest.special_tokens_mask) for rest in rests)
     return facts
 
 

@@ -257,3 +257,36 @@ def test_forked_workers_do_not_write(
 
     events = rendered(job)
     assert [e.value for e in events if e.kind == "text"] == ["yes", "dose"]
+
+
+def test_decoded_text_stands_under_a_number_of_its_ids(
+    tokenizer: Any, rendered: Callable[[Job], list[Event]]
+) -> None:
+    def job() -> None:
+        for ids in ([2, 5, 6], [5], [2, 5, 6]):
+            tokenizer.decode(ids, skip_special_tokens=True)
+
+    found = [(e.site.path, e.value, dict(e.attributes)) for e in rendered(job) if e.kind == "text"]
+    assert [text for _, text, _ in found] == ["dose 5", "dose"]
+    assert found[0][0] != found[1][0]
+    assert all(path.startswith("decoded[") for path, _, _ in found)
+    assert found[0][2] == {"skip_special_tokens": True}
+    again = [e.site.path for e in rendered(lambda: tokenizer.decode([5])) if e.kind == "text"]
+    assert again == [found[1][0]]
+
+
+def test_a_row_of_ids_says_how_it_came_about(
+    tokenizer: Any, rendered: Callable[[Job], list[Event]]
+) -> None:
+    def job() -> None:
+        tokenizer(["dose 5", "no"], padding=True)
+        tokenizer("dose 5 no", truncation=True, max_length=3)
+
+    rows = [e.attributes for e in rendered(job) if e.kind == "ids"]
+    assert rows[0]["lengths"] == [0, 4, 1]
+    assert rows[0]["jumps"] == {"2": 1}
+    assert rows[0]["special"] == [0]
+    assert rows[0]["tokens"] == {"2": "[BOS]", "5": "dose", "6": "5"}
+    assert (rows[1]["lengths"], rows[1]["padded"]) == ([0, 2], [0, 1])
+    assert rows[1]["tokens"] == {"8": "no", "1": "[PAD]"}
+    assert (rows[2]["truncated"], "tokens" in rows[2]) == (1, False)
