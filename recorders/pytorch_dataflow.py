@@ -145,7 +145,7 @@ class Nodes:
 
 def address_of(tensor: torch.Tensor) -> int | None:
     """Address of the storage, which stays the same for all views of it; None where it has none."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     try:
         storage: Any = tensor.untyped_storage()

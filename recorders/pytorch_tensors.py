@@ -98,7 +98,8 @@ def _read(plain: torch.Tensor) -> NDArray[Any]:
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.numpy()
+    """A view of the tensor's memory; `tensor.numpy()` would forbid for good to resize it."""
+    array: NDArray[Any] = np.from_dlpack(tensor)
     return array
 
 

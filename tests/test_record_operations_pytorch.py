@@ -480,3 +480,41 @@ def test_a_compiled_model_runs_eagerly(record: Callable[..., Recording]) -> None
     trace = record(job, "op")
     assert names(trace) == ["mul", "tanh"]
     assert trace.trace.run.notes == ("torch.compile ran eagerly while recording",)
+
+
+def test_tensors_out_of_the_ordinary_are_computed_as_ever(
+    record: Callable[..., Recording],
+) -> None:
+    results = []
+
+    def function(x: Any, w: Any) -> Any:
+        free = x.detach()
+        mapped = torch.func.vmap(lambda row: row.sin() * w.detach())(free)
+        slope = torch.func.grad(lambda t: (t**2).sum())(free)
+        sparse = free.relu().to_sparse()
+        summed = (sparse + sparse).to_dense()
+        spectrum = torch.fft.fft(free)
+        power = (spectrum * spectrum.conj()).real
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) * 2
+        codes = torch.quantize_per_tensor(free, 0.1, 0, torch.qint8).dequantize()
+        meta = torch.empty(3, device="meta") + 1
+        with torch.inference_mode():
+            inferred = free * 3
+            inferred.t_()
+        written = torch.add(free, 1, out=torch.empty(2, 3))
+        grown = x.new_zeros(5).resize_(3, 2)[:2].zero_()
+        empty = torch.cat([torch.empty(0), torch.empty(0)])
+        assert meta.device.type == "meta"
+        assert empty.numel() == 0
+        parts = [mapped, slope, summed, power, codes, inferred.t(), written, nested[0][0] + free]
+        results.append(sum(parts) + grown.sum())
+        return results[-1] * w
+
+    model = Function(function)
+    model(X)
+    trace = record(lambda: model(X), "op")
+    assert torch.equal(*results)
+    assert {"fft_r2c", "_fft_r2c"} & {e.attributes["canonical"] for e in operations(trace)}
+    assert any("without plain values" in note for note in trace.trace.run.notes)
+    orders = {event.order for event in operations(trace, leaves=True)}
+    assert all(set(event.inputs) <= orders for event in operations(trace))

@@ -51,6 +51,14 @@ def test_in_place_operation_after_a_module_does_not_change_its_record(
     assert np.allclose(trace["0/backward/0#0:grad_out"], passed)
 
 
+def test_memory_can_be_resized_after_it_was_recorded(record: Callable[..., Recording]) -> None:
+    model, outputs = nn.Linear(3, 2), []
+    trace = record(lambda: outputs.append(model(torch.ones(1, 3)).detach()))
+    outputs[0].resize_(5, 5)
+    assert outputs[0].shape == (5, 5)
+    assert trace["0/forward/root#0:out"].shape == (1, 2)
+
+
 def test_tied_weights_are_loaded_once_with_their_other_names(
     record: Callable[..., Recording],
 ) -> None:
