@@ -16,14 +16,20 @@ from numpy.typing import NDArray
 
 from tracediff import replaying
 from tracediff.replayers import reference_attention as attention
+from tracediff.replayers import (
+    reference_backward,  # noqa: F401  (each enters its formulas into the table)
+    reference_fused,  # noqa: F401
+    reference_layout,  # noqa: F401
+)
 from tracediff.replayers import reference_elementwise as elementwise
 from tracediff.replayers import reference_glue as glue
 from tracediff.replayers import reference_losses as losses
 from tracediff.replayers import reference_norms as norms
+from tracediff.replayers import reference_operations as operations
 from tracediff.replayers import reference_products as products
 from tracediff.replayers import reference_rope as rope
 from tracediff.replayers.reference_gradients import gradient_of
-from tracediff.replaying import Call, Replayed
+from tracediff.replaying import Call, Operation, Replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,9 @@ class Replayer(replaying.Replayer):
         if found is None or rows is None:
             return found
         return replace(found, value=found.value[rows], spread=found.spread[rows])
+
+    def recompute(self, operation: Operation) -> Replayed | None:
+        return operations.recompute(operation)
 
 
 def _formula(op: str) -> _Formula | None:

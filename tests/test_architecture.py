@@ -25,7 +25,7 @@ TIERS = (
     {"replayers"},
     {"align", "snapshots", "stacks"},
     {"bisection", "session"},
-    {"postmortem", "reexecution", "selfcheck", "substitution"},
+    {"deepening", "postmortem", "reexecution", "selfcheck", "substitution"},
     {"stage_substitution"},
     {"report", "testing"},
     {"demo"},

@@ -38,6 +38,33 @@ class Call:
     dtype: str = "float32"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation, as far as a trace of level `op` holds it.
+
+    Attributes:
+        canonical: Its name in the vocabulary that all stacks share: `mul`, `rms_norm`.
+        op: The stack's own name: `aten.mul.Tensor`, `mlx.fast.rms_norm`.
+        inputs: Tensor arguments in order.
+        operands: Data arguments in order, None for a tensor, where some are numbers; else ().
+        args: Arguments that are no data, by the stack's own names.
+        output: Which of its outputs is asked for, where there are several.
+        outputs: How many there are.
+        shape: Shape of that output as recorded.
+        dtype: Dtype of that output, which decides its last rounding.
+    """
+
+    canonical: str
+    op: str = ""
+    inputs: tuple[NDArray[Any], ...]
+    operands: tuple[Any, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    output: int = 0
+    outputs: int = 1
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """The recomputed output, and what rounding does to a correct implementation of it.
@@ -111,4 +138,8 @@ class Replayer(ABC):
             wrt: `in`, or the name of a parameter.
             rows: Rows of the parameter's first axis that are wanted, or None for all.
         """
+        return None
+
+    def recompute(self, operation: Operation) -> Replayed | None:
+        """Recomputes one output of one operation; None where its formula is not known."""
         return None

@@ -49,6 +49,44 @@ class Deviation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpanOperation:
+    """One operation of a span.
+
+    Attributes:
+        where: Line of code that issued it, "" where unknown.
+        error: Its error against its float64 formula on its own inputs (L2, relative), None where
+            it has no formula.
+        bound: What rounding explains of that error.
+        errs: Whether the error is beyond what rounding explains.
+    """
+
+    site: str
+    op: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    error: float | None = None
+    bound: float | None = None
+    errs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationSpan:
+    """The smallest pair of operation spans whose inputs agree and whose outputs do not.
+
+    Attributes:
+        baseline, target: The operations of each side, in the order of execution.
+        inputs: What both start from: the baseline's and the target's site.
+        matched_by: The pass that paired the outputs.
+    """
+
+    baseline: tuple[SpanOperation, ...]
+    target: tuple[SpanOperation, ...]
+    inputs: tuple[tuple[str, str], ...] = ()
+    matched_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """One site at which the two runs part.
 
@@ -63,6 +101,7 @@ class Divergence:
         deviations: The largest deviations, largest first.
         settings: Settings that differ and bear on this site: name, baseline's, target's value.
         where: Source line on each side, "" where unknown.
+        span: The operations around it, where both traces hold operations.
     """
 
     stage: str
@@ -86,6 +125,7 @@ class Divergence:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     deviations: tuple[Deviation, ...] = ()
     settings: tuple[tuple[str, Any, Any], ...] = ()
+    span: OperationSpan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

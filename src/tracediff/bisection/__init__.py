@@ -1,5 +1,6 @@
 """Alignment -> Verdict: the descent down the ladder to the first divergent site."""
 
-from tracediff.bisection.descent import Progress, SiteRow, bisect, diff
+from tracediff.bisection.descent import Progress, SiteRow, bisect, diff, divergent_operation
+from tracediff.bisection.localised import operation_options
 
-__all__ = ["Progress", "SiteRow", "bisect", "diff"]
+__all__ = ["Progress", "SiteRow", "bisect", "diff", "divergent_operation", "operation_options"]

@@ -14,6 +14,7 @@ from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.healing import Step, first_of, place_of
 from tracediff.bisection.inheritance import Judged
+from tracediff.bisection.localised import operation_options
 from tracediff.bisection.options import Options
 from tracediff.bisection.recorder_faults import recorder_fault
 from tracediff.bisection.rendered import unseen
@@ -242,6 +243,15 @@ class Assembly:
 
     def _next_command(self, found: Divergence) -> str:
         baseline, target = (trace.place for trace in self._traces)
+        again = operation_options(found)
+        scripts = [_script(trace) for trace in self._traces]
+        if again is not None and all(scripts):
+            sides = zip(("baseline", "target"), scripts, strict=True)
+            record = [
+                ["tracediff", "record", "-o", f"{side}-op.zarr", *again[side], "--", *argv]
+                for side, argv in sides
+            ]
+            return " && ".join(map(shlex.join, record))
         if found.stage in ("forward", "loss", "backward"):
             return shlex.join(["tracediff", "show", target, found.target_site or found.site])
         options = ["--stage", found.stage, "--step", str(found.step)]
@@ -346,3 +356,9 @@ def _sentence(found: Divergence) -> str:
     meaning = f": {found.meaning}" if found.meaning else ""
     place = f"step {found.step}, {found.stage}, {found.path}"
     return f"first divergence at {place}: it {what}{bound}{meaning}"
+
+
+def _script(trace: Trace) -> list[str]:
+    """The script that was recorded with its arguments; nothing for what ran inside a program."""
+    argv = list(trace.run.argv)
+    return argv if trace.run.source_digest else []

@@ -16,6 +16,7 @@ from tracediff.bisection.halving import Halving
 from tracediff.bisection.healing import Step, first_of, origin
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
+from tracediff.bisection.localised import first_operation
 from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
 from tracediff.bisection.replayed import Replay
@@ -23,6 +24,7 @@ from tracediff.bisection.samples import counts
 from tracediff.trace import Trace
 from tracediff.verdict import (
     Cost,
+    Divergence,
     ErrorFigures,
     Verdict,
 )
@@ -85,6 +87,7 @@ def bisect(
         steps, halving = [], Halving(traces)
         for step in _steps(traces, options, progress, halving=halving):
             steps.append(step)
+            step.operation = first_operation(traces, step.number, step.alignment, options)
             if replay is not None:
                 replay.decide(step)
             if first_of(step, traces, []) is not None:
@@ -99,6 +102,28 @@ def bisect(
         )
         decided = replay.result() if replay is not None else None
     return replace(verdict, cost=cost, replayed=decided)
+
+
+def divergent_operation(
+    baseline: Path | str | Trace,
+    target: Path | str | Trace,
+    step: int,
+    *,
+    rules: Path | None = None,
+) -> Divergence | None:
+    """The first operation that introduced a divergence at a step; None where there is none.
+
+    Args:
+        baseline, target: Traces of level `op`, which may hold the operations of one module only.
+    """
+    options = _options(rules, 0.0, (), ())
+    with ExitStack() as stack:
+        traces = _opened(baseline, stack), _opened(target, stack)
+        if not all(step in trace.steps for trace in traces):
+            return None
+        common, _ = common_form(traces, step, State(), options, every_sample=False)
+        found = first_operation(traces, step, common.alignment, options)
+        return found.divergence if found else None
 
 
 def diff(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tracediff.align import Alignment
 from tracediff.bisection.inheritance import Judged, only_by_effect
 from tracediff.bisection.judge import StepJudge
+from tracediff.bisection.localised import Localised, earlier
 from tracediff.bisection.relayouts import Relayout
 from tracediff.bisection.samples import Rendered
 from tracediff.events import ROOT, STAGE_RANK, Event
@@ -18,7 +19,12 @@ from tracediff.verdict import Divergence
 
 @dataclass(slots=True)
 class Step:
-    """One judged step; `notes` say how its sides were brought into a common form."""
+    """One judged step.
+
+    Attributes:
+        notes: How its sides were brought into a common form.
+        operation: The first divergent one, where operations are recorded.
+    """
 
     number: int
     alignment: Alignment
@@ -27,6 +33,7 @@ class Step:
     missing: list[Divergence]
     samples: Rendered
     notes: list[str] = field(default_factory=list)
+    operation: Localised | None = None
 
     @property
     def lacking(self) -> list[Divergence]:
@@ -40,6 +47,12 @@ def first_of(
     step: Step, traces: tuple[Trace, Trace], passed_over: list[Judged]
 ) -> Judged | Divergence | None:
     """The first divergence of a step that was introduced there and does not heal."""
+    return earlier(_first_at_modules(step, traces, passed_over), step.operation)
+
+
+def _first_at_modules(
+    step: Step, traces: tuple[Trace, Trace], passed_over: list[Judged]
+) -> Judged | Divergence | None:
     introduced = [j for j in step.judged if j.mark == "diverged" and not j.inherited]
     found = filter(None, (step.samples.first, _lacking(step)))
     lacking = min(found, key=place_of, default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,9 +35,17 @@ Replay = Annotated[
         help="Execute the step at which they part again on both sides, in full, and compare that.",
     ),
 ]
+Deepen = Annotated[
+    bool,
+    typer.Option(
+        "--deepen",
+        help="Record two scripts and name the operation: --deepen -- SCRIPT_A ARGS -- SCRIPT_B "
+        "ARGS. The module at which they part is recorded again, with its operations.",
+    ),
+]
 Keep = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="With --replay: keep both replays in this folder."),
+    typer.Option(metavar="DIR", help="With --replay or --deepen: keep the traces in this folder."),
 ]
 Scripts = Annotated[
     list[str] | None,
@@ -60,20 +68,23 @@ def bisect(
     noise: options.Noise = None,
     replayed: Replayed = None,
     replay: Replay = False,
+    deepen: Deepen = False,
     level: options.Level = "module",
     keep: Keep = None,
     scripts: Scripts = None,
 ) -> int:
     """Name the first place at which two runs of the same job part."""
     # Imported here, as in every command: `--help` must not wait for zarr.
-    from tracediff import bisection
+    from tracediff import bisection, deepening
     from tracediff.postmortem import post_mortem, split_scripts
     from tracediff.report.html import to_html
     from tracediff.report.json import dumps, to_json
     from tracediff.report.terminal import render
 
     output.check_writable(json, html)
-    if scripts and not replay:
+    if replay and deepen:
+        raise UsageError("--replay takes two traces and --deepen two scripts: give one of them")
+    if scripts and not replay and not deepen:
         raise UsageError(f"{scripts[0]}: scripts are given with --replay only")
     with output.progress() as progress, ExitStack() as stack:
 
@@ -90,7 +101,16 @@ def bisect(
                 progress=progress,
             )
 
-        if replay:
+        if deepen:
+            chosen: dict[str, Any] = {
+                "rules": rules,
+                "min_coverage": min_coverage,
+                "rtol": rtol or (),
+                "atol": atol or (),
+            }
+            a, b = deepening.scripts([str(baseline), str(target), *(scripts or ())])
+            verdict = deepening.deepen(a, b, keep=keep, progress=progress, **chosen)
+        elif replay:
             folder = keep or Path(stack.enter_context(TemporaryDirectory(prefix="tracediff-")))
             both = split_scripts(scripts or [])
             folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, Final
 
-from tracediff.report import samples
+from tracediff.report import samples, spans
 from tracediff.report.marks import mark
 from tracediff.report.text import figure, inert, number, percent, text_diff, times
 from tracediff.verdict import Divergence, Verdict
@@ -131,6 +131,10 @@ def _divergence(first: Divergence) -> Iterator[str]:
         if not key.endswith("_context") and key not in hidden
     ]
     yield from _section("Details", (), detail)
+    if first.span is not None:
+        for side in ("baseline", "target"):
+            shown = [spans.cells(*row) for row in spans.rows(getattr(first.span, side))]
+            yield from _section(f"Operations of the {side}", spans.HEADINGS, shown)
     yield from _section("Settings that bear on it", ("name", "baseline", "target"), first.settings)
     deviations = [(list(row.index), row.baseline, row.target) for row in first.deviations]
     yield from _section("Largest deviations", ("index", "baseline", "target"), deviations)

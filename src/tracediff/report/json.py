@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Final
 
+from tracediff.report import spans
 from tracediff.verdict import Divergence, StageResult, Verdict
 
 FORMAT: Final = 1
@@ -75,6 +76,7 @@ def divergence(found: Divergence) -> dict[str, Any]:
         "shapes": found.shapes,
         "deviations": [asdict(deviation) for deviation in found.deviations],
         "settings": _settings(found.settings),
+        "span": spans.as_json(found.span) if found.span else None,
     }
 
 

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tracediff.report import samples
+from tracediff.report import samples, spans
 from tracediff.report.marks import mark
 from tracediff.report.text import (
     count,
@@ -169,6 +169,9 @@ class _Page:
         for name, baseline, target in first.settings:
             yield self.labelled("setting", _change(name, baseline, target))
         yield from self.context(first)
+        if first.span is not None:
+            yield from self.title("Operations, held to their float64 formulas on their own inputs")
+            yield from spans.terminal(first.span, self.width)
         yield from self.deviations(first)
         yield from self.neighbours(first)
 

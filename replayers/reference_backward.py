@@ -1,0 +1,180 @@
+"""Float64 formulas of the gradients that PyTorch has as operations of their own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tracediff.replayers.reference_operations import (
+    FUNCTION,
+    accumulated,
+    argument,
+    axes_of,
+    exact,
+    formula,
+    rounded,
+    roundoff,
+    sigmoid_of,
+    widen,
+)
+from tracediff.replayers.reference_rounding import together
+from tracediff.replaying import Floats, Operation, Replayed
+
+
+def _times(operation: Operation, grad: Floats, slope: Floats, size: Floats) -> Replayed:
+    """`grad * slope`, where the terms of the slope add up to `size` in magnitude."""
+    return rounded(operation, grad * slope, FUNCTION * roundoff(operation) * np.abs(grad) * size)
+
+
+@formula("silu_backward")
+def _silu_backward(operation: Operation) -> Replayed | None:
+    grad, x = (widen(array) for array in operation.inputs)
+    s = sigmoid_of(x)
+    return _times(operation, grad, s * (1 + x * (1 - s)), s * (1 + np.abs(x)) * (1 + np.abs(x) / 2))
+
+
+@formula("gelu_backward")
+def _gelu_backward(operation: Operation) -> Replayed | None:
+    grad, x = (widen(array) for array in operation.inputs)
+    if argument(operation, "approximate", default="none") == "tanh":
+        scale = math.sqrt(2 / math.pi)
+        inner = np.tanh(scale * (x + 0.044715 * x**3))
+        slope = 0.5 * (1 + inner) + 0.5 * x * (1 - inner**2) * scale * (1 + 3 * 0.044715 * x**2)
+    else:
+        cdf = 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))
+        slope = cdf + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    return _times(operation, grad, slope, 1 + x**2)
+
+
+@formula("tanh_backward")
+def _tanh_backward(operation: Operation) -> Replayed | None:
+    grad, y = (widen(array) for array in operation.inputs)
+    return _times(operation, grad, 1 - y**2, 1 + y**2)
+
+
+@formula("sigmoid_backward")
+def _sigmoid_backward(operation: Operation) -> Replayed | None:
+    grad, y = (widen(array) for array in operation.inputs)
+    return _times(operation, grad, y * (1 - y), np.abs(y))
+
+
+@formula("relu_backward")
+def _relu_backward(operation: Operation) -> Replayed | None:
+    grad, x = (widen(array) for array in operation.inputs)
+    return exact(
+        operation, np.where(x > float(argument(operation, "threshold", default=0)), grad, 0)
+    )
+
+
+@formula("softmax_backward")
+def _softmax_backward(operation: Operation) -> Replayed | None:
+    """`p (g - sum(g p))`."""
+    grad, p = (widen(array) for array in operation.inputs)
+    axes = axes_of(operation, p.ndim)
+    inner = (grad * p).sum(axis=axes, keepdims=True)
+    length = math.prod(p.shape[axis] for axis in axes)
+    squares = ((grad * p) ** 2).sum(axis=axes, keepdims=True)
+    error = together(
+        accumulated(operation, inner, squares, length),
+        2 * roundoff(operation) * (np.abs(grad) + np.abs(inner)),
+    )
+    return rounded(operation, p * (grad - inner), p * error)
+
+
+@formula("log_softmax_backward")
+def _log_softmax_backward(operation: Operation) -> Replayed | None:
+    """`g - exp(y) sum(g)`."""
+    grad, y = (widen(array) for array in operation.inputs)
+    axes = axes_of(operation, y.ndim)
+    total = grad.sum(axis=axes, keepdims=True)
+    p = np.exp(y)
+    length = math.prod(y.shape[axis] for axis in axes)
+    of_sum = accumulated(operation, total, (grad**2).sum(axis=axes, keepdims=True), length)
+    of_exp = roundoff(operation) * (FUNCTION + np.abs(y)) * np.abs(total)
+    return rounded(operation, grad - p * total, p * together(of_sum, of_exp))
+
+
+@formula("layer_norm_backward")
+def _layer_norm_backward(operation: Operation) -> Replayed | None:
+    """Gradients of the input, the weight and the bias (outputs 0, 1, 2). With the normalised
+    x and h = g w: `(h - mean(h) - x mean(h x)) / sigma`."""
+    if len(argument(operation, "normalized_shape", default=[0])) != 1:
+        return None
+    grad, data, mean, scale = (widen(array) for array in operation.inputs[:4])
+    weight = widen(operation.inputs[4]) if len(operation.inputs) > 4 else 1.0
+    x = (data - mean) * scale
+    unit, rows = roundoff(operation), tuple(range(grad.ndim - 1))
+    terms = {0: None, 1: grad * x, 2: grad}[operation.output]
+    if terms is not None:
+        value = terms.sum(axis=rows)
+        count = math.prod(grad.shape[:-1])
+        off = unit * (np.abs(data) + np.abs(mean)) * scale * np.abs(grad)
+        error = together(
+            accumulated(operation, value, (terms**2).sum(axis=rows), count),
+            np.sqrt((off**2).sum(axis=rows)) * (operation.output == 1),
+        )
+        return rounded(operation, value, error)
+    h = grad * weight
+    first = h.mean(axis=-1, keepdims=True)
+    second = (h * x).mean(axis=-1, keepdims=True)
+    value = (h - first - x * second) * scale
+    length = data.shape[-1]
+    sums = math.sqrt(length / 6) * np.sqrt((h**2).mean(axis=-1, keepdims=True))
+    cross = math.sqrt(length / 6) * np.sqrt(((h * x) ** 2).mean(axis=-1, keepdims=True))
+    moved = (np.abs(data) + np.abs(mean)) * scale
+    error = (
+        unit
+        * scale
+        * (
+            2 * np.abs(h)
+            + np.abs(first)
+            + 3 * np.abs(x * second)
+            + moved * np.abs(second)
+            + (sums + np.abs(x) * cross) / math.sqrt(length)
+        )
+    )
+    return rounded(operation, value, error)
+
+
+@formula("embedding_backward")
+def _embedding_backward(operation: Operation) -> Replayed | None:
+    """Adds the gradients of the rows that were looked up."""
+    grad, ids = operation.inputs[:2]
+    rows = int(argument(operation, "num_weights"))
+    padding = int(argument(operation, "padding_idx", default=-1))
+    flat, places = widen(grad).reshape(ids.size, -1), ids.reshape(-1).astype(np.int64)
+    keep = places != padding if padding >= 0 else np.ones(places.size, bool)
+    value, squares = (np.zeros((rows, flat.shape[1])) for _ in range(2))
+    np.add.at(value, places[keep], flat[keep])
+    np.add.at(squares, places[keep], flat[keep] ** 2)
+    largest = int(np.bincount(places).max(initial=1))
+    return rounded(operation, value, accumulated(operation, value, squares, largest))
+
+
+@formula("nll_loss_backward")
+def _nll_loss_backward(operation: Operation) -> Replayed | None:
+    """`-g / count` at the targets that count, zero elsewhere."""
+    if len(operation.inputs) != 4:
+        return None
+    grad, logs, targets, total = operation.inputs
+    ids = targets.astype(np.int64)
+    counted = ids != argument(operation, "ignore_index", default=-100)
+    value = np.zeros(logs.shape)
+    each = -widen(grad) / (widen(total) if argument(operation, "reduction", default=1) == 1 else 1)
+    chosen = np.broadcast_to(np.where(counted, each, 0.0), ids.shape)
+    np.put_along_axis(value, np.where(counted, ids, 0)[..., None], chosen[..., None], axis=-1)
+    return rounded(operation, value)
+
+
+@formula("slice_backward")
+def _slice_backward(operation: Operation) -> Replayed | None:
+    grad = widen(operation.inputs[0])
+    value = np.zeros([int(n) for n in argument(operation, "input_sizes")])
+    where: list[slice | int] = [slice(None)] * value.ndim
+    start, end, step = (argument(operation, name) for name in ("start", "end", "step"))
+    index = argument(operation, "index")
+    place = int(argument(operation, "dim", default=0))
+    where[place] = slice(start, end, step) if index is None else int(index)
+    value[tuple(where)] = grad
+    return exact(operation, value)

@@ -1,0 +1,223 @@
+"""Float64 formulas of fused operations: normalisation, rotary embedding, attention, losses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.replayers.reference_operations import (
+    FUNCTION,
+    argument,
+    exact,
+    formula,
+    rounded,
+    roundoff,
+    softmax_of,
+    widen,
+)
+from tracediff.replayers.reference_rounding import ROUNDING, positive_sum, together
+from tracediff.replaying import Floats, Operation, Replayed
+
+
+@formula("rms_norm")
+def _rms_norm(operation: Operation) -> Replayed | None:
+    """`w x / sqrt(mean(x**2) + eps)`. Zhang and Sennrich, 2019, equation 4."""
+    data = widen(operation.inputs[0])
+    weight = widen(operation.inputs[1]) if len(operation.inputs) > 1 else 1.0
+    eps = argument(operation, "eps")
+    if eps is None or operation.output:
+        return None
+    value = weight * data / np.sqrt(np.mean(data**2, axis=-1, keepdims=True) + float(eps))
+    unit = roundoff(operation)
+    relative = positive_sum(unit, data.shape[-1]) / 2 + (FUNCTION + 2) * unit
+    return rounded(operation, value, relative * np.abs(value))
+
+
+@formula("layer_norm")
+def _layer_norm(operation: Operation) -> Replayed | None:
+    """`w (x - mu) / sqrt(var + eps) + b`; outputs 1 and 2 are mu and 1 / sqrt(var + eps). Ba, Kiros
+    and Hinton, 2016; for the errors see `reference_norms.layer_norm`."""
+    data, *rest = (widen(array) for array in operation.inputs)
+    eps, unit = argument(operation, "eps"), roundoff(operation)
+    if eps is None or len(argument(operation, "normalized_shape", default=[0])) != 1:
+        return None
+    weight = rest[0] if rest else 1.0
+    bias = rest[1] if len(rest) > 1 else 0.0
+    mean = data.mean(axis=-1, keepdims=True)
+    centred = data - mean
+    variance = np.mean(centred**2, axis=-1, keepdims=True) + float(eps)
+    scale = 1 / np.sqrt(variance)
+    sums = positive_sum(unit, data.shape[-1]) + unit
+    of_mean = sums * np.mean(np.abs(data), axis=-1, keepdims=True)
+    of_scale = sums * np.mean(data**2, axis=-1, keepdims=True) / variance / 2 + FUNCTION * unit
+    if operation.output == 1:
+        return rounded(operation, mean, of_mean)
+    if operation.output == 2:
+        return rounded(operation, scale, of_scale * scale)
+    scaled = weight * centred * scale
+    error = together(
+        np.abs(weight * scale) * together(of_mean, unit * np.abs(data)),
+        of_scale * np.abs(scaled),
+    )
+    return rounded(operation, scaled + bias, error)
+
+
+@formula("rope")
+def _rope(operation: Operation) -> Replayed | None:
+    """Su et al., 2021, equation 34; for the errors see `reference_rope.rope`."""
+    data, dims = widen(operation.inputs[0]), argument(operation, "dims")
+    base, offset = argument(operation, "base"), argument(operation, "offset", default=0)
+    if len(operation.inputs) != 1 or not isinstance(base, int | float):
+        return None
+    scale = float(argument(operation, "scale", default=1.0))
+    exponents = np.arange(0, int(dims), 2, dtype=np.float64) / int(dims)
+    positions = int(offset) + np.arange(data.shape[-2], dtype=np.float64)
+    angles = scale * positions[:, None] * float(base) ** -exponents
+    half = int(dims) // 2
+    traditional = bool(argument(operation, "traditional", default=False))
+    places = (
+        (slice(0, int(dims), 2), slice(1, int(dims), 2))
+        if traditional
+        else (slice(0, half), slice(half, int(dims)))
+    )
+    first, second = data[..., places[0]], data[..., places[1]]
+    value, spread = data.copy(), np.zeros_like(data)
+    value[..., places[0]] = first * np.cos(angles) - second * np.sin(angles)
+    value[..., places[1]] = second * np.cos(angles) + first * np.sin(angles)
+    unit = roundoff(operation)
+    error = np.abs(angles) * unit * (2 + exponents * math.log(float(base))) + FUNCTION * unit
+    spread[..., places[0]] = spread[..., places[1]] = np.hypot(first, second) * error
+    return rounded(operation, value, spread)
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+class Attention:
+    """Scaled dot-product attention of one call: scores, probabilities, and what went into them.
+
+    Queries are (..., heads, queries, dim), keys and values (..., key heads, keys, dim).
+    """
+
+    def __init__(self, operation: Operation, q: Any, k: Any, v: Any, mask: Any) -> None:
+        self.q = q
+        self.groups = q.shape[-3] // k.shape[-3]
+        self.k, self.v = (np.repeat(x, self.groups, axis=-3) for x in (k, v))
+        scale = argument(operation, "scale")
+        self.scale = float(scale) if scale is not None else 1 / math.sqrt(q.shape[-1])
+        products = q @ self.k.swapaxes(-1, -2)
+        scores = products * self.scale
+        rows, columns = scores.shape[-2:]
+        named = argument(operation, "mask")
+        if argument(operation, "is_causal", default=False) or named == "causal":
+            shift = columns - rows if named == "causal" else 0  # bottom right, or top left
+            hidden = np.triu(np.ones((rows, columns), bool), 1 + shift)
+            scores = np.where(hidden, -np.inf, scores)
+        if mask is not None:
+            boolean = mask.dtype.kind == "b"
+            scores = np.where(mask, scores, -np.inf) if boolean else scores + widen(mask)
+        self.scores = scores
+        self.p, shifted = softmax_of(scores, (-1,))
+        unit, length = roundoff(operation), q.shape[-1]
+        squares = (q**2) @ (self.k**2).swapaxes(-1, -2)
+        walk = length * (squares / 6 + products**2 / 9)
+        small = np.minimum(np.where(np.isfinite(shifted), -shifted, 0.0), 100.0)
+        steps = unit * (FUNCTION + small + math.sqrt(columns) / 3)
+        self.of_p = together(self.scale * unit * np.sqrt(walk), steps) * self.p
+
+    def summed(self, per_head: Floats, shape: tuple[int, ...]) -> Floats:
+        """Adds up the query heads that share a key head."""
+        grouped = per_head.reshape(*shape[:-2], self.groups, *shape[-2:])
+        result: Floats = grouped.sum(axis=-3)
+        return result
+
+
+def _mask_of(operation: Operation, place: int) -> NDArray[Any] | None:
+    rest = operation.inputs[place:]
+    return rest[0] if rest else None
+
+
+@formula("attention")
+def _attention(operation: Operation) -> Replayed | None:
+    """`softmax(q k^T / sqrt(d) + mask) v`; output 1 is the logarithm of the softmax's denominator.
+    Vaswani et al., 2017, equation 1."""
+    if argument(operation, "dropout_p", default=0.0) or len(operation.inputs) > 4:
+        return None
+    q, k, v = (widen(array) for array in operation.inputs[:3])
+    found = Attention(operation, q, k, v, _mask_of(operation, 3))
+    if operation.output == 1:
+        top = found.scores.max(axis=-1)
+        value = top + np.log(np.exp(found.scores - top[..., None]).sum(axis=-1))
+        length = k.shape[-1] * k.shape[-2]
+        return rounded(operation, value, roundoff(operation) * (length / 2 + np.abs(value)))
+    value = found.p @ found.v
+    common = positive_sum(roundoff(operation), k.shape[-2])
+    squares = (found.p**2) @ (found.v**2)
+    walk = roundoff(operation) * np.sqrt(k.shape[-2] * (squares / 6 + value**2 / 9))
+    error = together(np.sqrt((found.of_p**2) @ (found.v**2)), walk, common * np.abs(value))
+    return rounded(operation, value, error)
+
+
+@formula("attention_backward")
+def _attention_backward(operation: Operation) -> Replayed | None:
+    """Gradients of queries, keys and values (outputs 0, 1, 2), with
+    `dS = P (dP - sum(dO O))`. Dao et al., "FlashAttention", 2022, appendix B.2."""
+    if len(operation.inputs) < 6 or argument(operation, "dropout_p", default=0.0):
+        return None
+    grad, q, k, v, out = (widen(array) for array in operation.inputs[:5])
+    found = Attention(operation, q, k, v, _mask_of(operation, 6))
+    unit = roundoff(operation)
+    of_p = grad @ found.v.swapaxes(-1, -2)
+    total = (grad * out).sum(axis=-1, keepdims=True)
+    scores = found.p * (of_p - total)
+    length = found.p.shape[-1]
+    around = np.sqrt((grad**2) @ (found.v**2).swapaxes(-1, -2)) * math.sqrt(q.shape[-1])
+    error = together(unit * found.p * (around + np.abs(total)), found.of_p * np.abs(of_p - total))
+    if operation.output == 0:
+        value, spread = scores @ found.k, np.sqrt((error**2) @ (found.k**2))
+        size = np.sqrt((scores**2) @ (found.k**2))
+    elif operation.output == 1:
+        turned, left = scores.swapaxes(-1, -2), error.swapaxes(-1, -2)
+        value, spread = turned @ q, np.sqrt((left**2) @ (q**2))
+        size = np.sqrt((turned**2) @ (q**2))
+    else:
+        turned, left = found.p.swapaxes(-1, -2), found.of_p.swapaxes(-1, -2)
+        value, spread = turned @ grad, np.sqrt((left**2) @ (grad**2))
+        size = np.sqrt((turned**2) @ (grad**2))
+    if operation.output != 2:
+        value, spread, size = (found.scale * x for x in (value, spread, size))
+    spread = together(spread, unit * math.sqrt(length) * size)
+    if operation.output and found.groups > 1:
+        value = found.summed(value, k.shape)
+        spread = np.sqrt(found.summed(spread**2, k.shape))
+    return rounded(operation, value, spread)
+
+
+# ---- losses -------------------------------------------------------------------------------------
+
+_MEAN, _SUM = 1, 2
+
+
+@formula("nll_loss")
+def _nll_loss(operation: Operation) -> Replayed | None:
+    """Output 0 is minus the mean (1), the sum (2) or each (0) of the targets' log-probabilities,
+    output 1 how many targets count."""
+    if len(operation.inputs) != 2:
+        return None
+    logs, targets = widen(operation.inputs[0]), operation.inputs[1].astype(np.int64)
+    counted = targets != argument(operation, "ignore_index", default=-100)
+    if operation.output == 1:
+        return exact(operation, float(counted.sum()))
+    chosen = np.take_along_axis(logs, np.where(counted, targets, 0)[..., None], axis=-1)[..., 0]
+    each = np.where(counted, -chosen, 0.0)
+    reduction = int(argument(operation, "reduction", default=_MEAN))
+    if reduction == 0:
+        return exact(operation, each)
+    total = each.sum()
+    number = counted.sum() if reduction == _MEAN else 1
+    unit = roundoff(operation)
+    spread = unit * math.sqrt(max(1, counted.sum())) * np.abs(each).sum() / number
+    return rounded(operation, total / number, spread + ROUNDING * unit * abs(total / number))

@@ -1,0 +1,125 @@
+"""The pass that follows the flow of data: what is computed from paired values."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, Protocol
+
+from tracediff.align.fingerprints import distance, norm, rescaled
+from tracediff.align.flow import FEW, Value
+
+_REACH: Final = 64
+"""Unpaired values that are walked through, up to the paired ones or down from them."""
+
+_CLEARLY: Final = 1 / 2
+"""The nearest candidate is taken if any other is this much further off."""
+
+_LIKE: Final = 0.2
+"""Largest distance of two values that are paired by their fingerprints alone. Two values of one
+meaning may be as far apart as an error is large; values of different meaning are further."""
+
+
+class _Matching(Protocol):
+    sides: tuple[list[Value], list[Value]]
+    partner: tuple[dict[Value, Value], dict[Value, Value]]
+
+    def pair(self, a: Value, b: Value, label: str) -> None: ...
+
+
+def pair_by_flow(matching: _Matching, limit: float) -> None:
+    """Pairs each value, in the order of execution, with one that is computed from the partners of
+    what it was computed from itself.
+
+    Args:
+        limit: Distance that values of a few elements have to be within.
+    """
+    for value in matching.sides[1]:
+        if value in matching.partner[1] or value.is_leaf:
+            continue
+        frontier = paired_ancestors(value, matching.partner[1])
+        candidates = _candidates(matching, value, frontier)
+        if value.count < FEW:
+            near = (distance(c.event.fingerprint, value.event.fingerprint) for c in candidates)
+            candidates = [c for c, d in zip(candidates, near, strict=True) if d <= limit]
+        partner = _choose(value, candidates, _is_disturbed(frontier, matching, limit))
+        if partner is not None:
+            matching.pair(partner, value, "flow")
+
+
+def paired_ancestors(value: Value, partner: dict[Value, Value]) -> list[Value]:
+    """The nearest paired values that a value was computed from, through unpaired ones."""
+    found, seen, waiting = [], {value}, deque(value.inputs)
+    while waiting and len(seen) < _REACH:
+        each = waiting.popleft()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each in partner:
+            found.append(each)
+        else:
+            waiting.extend(each.inputs)
+    return found
+
+
+def _candidates(matching: _Matching, value: Value, frontier: list[Value]) -> list[Value]:
+    """Unpaired values of the same size that are computed from the partners, through unpaired ones.
+
+    Parameters and constants reach everywhere; only what was computed itself is followed, where
+    there is any.
+    """
+    computed = [each for each in frontier if not each.is_leaf] or frontier
+    found: list[Value] = []
+    seen: set[Value] = set()
+    waiting = deque(u for each in computed for u in matching.partner[1][each].users)
+    while waiting and len(seen) < _REACH:
+        each = waiting.popleft()
+        if each in seen or each in matching.partner[0]:
+            continue
+        seen.add(each)
+        waiting.extend(each.users)
+        if each.count == value.count and each.phase == value.phase:
+            ancestors = paired_ancestors(each, matching.partner[0])
+            theirs = {matching.partner[0][x] for x in ancestors}
+            if all(x in theirs for x in computed):
+                found.append(each)
+    return sorted(found, key=lambda v: v.index)
+
+
+def _is_disturbed(frontier: list[Value], matching: _Matching, limit: float) -> bool:
+    """Whether the values that one is computed from are apart themselves."""
+    return any(
+        distance(each.event.fingerprint, matching.partner[1][each].event.fingerprint) > limit
+        for each in frontier
+    )
+
+
+def _choose(value: Value, candidates: list[Value], disturbed: bool) -> Value | None:
+    """The candidate of the same name, or that which leaves the module as the value does (the last
+    operation of a chain that is one operation on the other stack), or by far the nearest.
+
+    From the same inputs the same value would have been nearer than that: only where the inputs are
+    apart is the nearest one taken.
+    """
+    for alike in (
+        [c for c in candidates if c.name == value.name],
+        [c for c in candidates if c.module == value.module and _leaves(c) and _leaves(value)],
+    ):
+        if len(alike) == 1:
+            return alike[0]
+    ranked = sorted(((_apart(c, value), c.index, c) for c in candidates), key=lambda r: r[:2])
+    if not ranked or not disturbed or ranked[0][0] > _LIKE:
+        return None
+    clear = len(ranked) == 1 or ranked[0][0] < _CLEARLY * ranked[1][0]
+    return ranked[0][2] if clear else None
+
+
+def _leaves(value: Value) -> bool:
+    """Whether nothing but what is outside of its module uses a value in the same stage."""
+    users = [user for user in value.users if user.phase == value.phase]
+    return bool(users) and all(user.module != value.module for user in users)
+
+
+def _apart(a: Value, b: Value) -> float:
+    """Distance of two fingerprints, a common factor left aside if that brings them nearer."""
+    x, y = a.event.fingerprint, b.event.fingerprint
+    return min(distance(x, y), distance(rescaled(x, norm(y)), y))

@@ -1,0 +1,186 @@
+"""The first divergent operation of a step, as a divergence that a verdict can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.align import Alignment
+from tracediff.align.flow import is_operation, module_of
+from tracediff.align.names import parent
+from tracediff.bisection.inheritance import Judged
+from tracediff.bisection.operations import Finding, OperationJudge
+from tracediff.bisection.options import Options
+from tracediff.bisection.spans import Check, Span
+from tracediff.compare.figures import largest_deviations, measure
+from tracediff.compare.patterns import recognise
+from tracediff.events import ROOT, STAGE_RANK, Event, Site
+from tracediff.trace import Trace
+from tracediff.verdict import Bound, Divergence, OperationSpan, SpanOperation
+
+OPERATION_STAGES: Final = ("forward", "loss", "backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Localised:
+    """A divergence at an operation, and the orders of the operations of both sides."""
+
+    divergence: Divergence
+    orders: tuple[int, int]
+
+
+def first_operation(
+    traces: tuple[Trace, Trace],
+    step: int,
+    alignment: Alignment,
+    options: Options,
+) -> Localised | None:
+    """The first operation of a step that introduced a divergence; None where there is none, or a
+    side recorded no operations.
+
+    Args:
+        alignment: Of the module-level events of the step, which says which modules are the same.
+    """
+    events = traces[0].events(step), traces[1].events(step)
+    if not all(any(is_operation(event) for event in side) for side in events):
+        return None
+    padding = next(
+        (m for t, e in zip(traces, events, strict=True) if (m := _mask(t, e)) is not None), None
+    )
+    judge = OperationJudge(traces, events, alignment, options.rules, padding)
+    for finding in judge.findings():
+        found = _divergence(finding, judge)
+        override = options.tolerance(found.site)
+        values = judge.values(finding.pair)
+        if override is None or values is None or not override.accepts(*values):
+            events_of = [
+                culprit or value.event
+                for culprit, value in zip(
+                    finding.culprits, (finding.pair.baseline, finding.pair.target), strict=True
+                )
+            ]
+            return Localised(found, (events_of[0].order, events_of[1].order))
+    return None
+
+
+def earlier(
+    first: Judged | Divergence | None, operation: Localised | None
+) -> Judged | Divergence | None:
+    """Whichever comes first: what module level found, or an operation inside of it.
+
+    A module's output is recorded after its operations, so that the operation is the earlier one,
+    on the side that it is on.
+    """
+    if first is None or operation is None:
+        return first if operation is None else operation.divergence
+    found = operation.divergence
+    stage = found.step, STAGE_RANK[found.stage]
+    of_first = first.place if isinstance(first, Judged) else (first.step, STAGE_RANK[first.stage])
+    if stage != of_first[:2]:
+        before = stage < of_first[:2]
+    elif isinstance(first, Judged):
+        orders = first.event.order, first.pair.target.order
+        before = any(a < b for a, b in zip(operation.orders, orders, strict=True))
+    else:
+        before = operation.orders[0] < first.order
+    return found if before else first
+
+
+def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
+    exits = finding.pair.baseline.event, finding.pair.target.event
+    named = [judge.counterpart(finding, side) for side in (0, 1)]
+    a, b = (event or exit_ for event, exit_ in zip(named, exits, strict=True))
+    found = Divergence(
+        stage=a.site.phase,
+        step=a.site.step,
+        site=str(a.site),
+        path=module_of(a),
+        port=a.site.port,
+        kind="value",
+        call=a.site.call,
+        order=a.order,
+        target_site=str(b.site),
+        op={"baseline": a.op, "target": b.op},
+        meaning=finding.note,
+        origin="introduced",
+        blame=finding.blame,
+        bound=Bound(rel_l2=finding.bound, derivation=finding.derivation),
+        where={"baseline": a.source, "target": b.source},
+        shapes={"baseline": a.shape, "target": b.shape},
+        span=OperationSpan(
+            baseline=_operations(finding.spans[0], 0, finding.checks),
+            target=_operations(finding.spans[1], 1, finding.checks),
+            inputs=judge.inputs_of(finding),
+            matched_by=finding.pair.matched_by,
+        ),
+    )
+    values = judge.values(finding.pair)
+    if values is None:
+        return found
+    figures = measure(*values)
+    error = replace(figures.error, rel_l2=finding.error)
+    if figures.nonfinite:
+        found = replace(found, kind="nonfinite")
+    pattern = recognise(*values)
+    if pattern is not None:
+        meaning = "; ".join(part for part in (finding.note, pattern.meaning) if part)
+        found = replace(found, pattern=pattern.name, detail=dict(pattern.detail), meaning=meaning)
+    return replace(found, error=error, deviations=largest_deviations(*values))
+
+
+def _operations(
+    span: Span, side: int, checks: Mapping[tuple[int, int], Check]
+) -> tuple[SpanOperation, ...]:
+    rows = []
+    for event in span.operations:
+        check = checks.get((side, event.order))
+        rows.append(
+            SpanOperation(
+                site=str(event.site),
+                op=event.op,
+                where=event.source,
+                shape=event.shape,
+                dtype=event.dtype,
+                error=check.error if check else None,
+                bound=check.bound if check else None,
+                errs=bool(check and check.ratio > 1),
+            )
+        )
+    return tuple(rows)
+
+
+def _mask(trace: Trace, events: Sequence[Event]) -> NDArray[Any] | None:
+    """The attention mask of a step with one batch, None where there is none or there are more."""
+    masks = [e for e in events if e.site.path == "batch.attention_mask" and len(e.shape) == 2]
+    if len(masks) != 1 or masks[0].payload is None:
+        return None
+    return np.asarray(trace.array(masks[0]))
+
+
+def operation_options(first: Divergence | None) -> dict[str, list[str]] | None:
+    """Options of `tracediff record`, for each side, that record the operations around a divergence
+    and nothing else; None where no operation can be named.
+
+    A value that a module is given was made around it, and what has no module runs outside of all.
+    """
+    if first is None or first.span is not None or first.stage not in OPERATION_STAGES:
+        return None
+    if first.kind not in ("value", "nonfinite"):
+        return None
+    options = ["--level", "op", "--steps", str(first.step)]
+    found = {}
+    for side, site in (("baseline", first.site), ("target", first.target_site or first.site)):
+        path = _module(Site.parse(site))
+        found[side] = [*options, "--only", path] if path else options
+    return found
+
+
+def _module(site: Site) -> str:
+    if site.phase not in ("forward", "backward") or site.path.startswith(ROOT):
+        return ""
+    inside = site.port.startswith(("in", "grad_in")) or site.port == "grad"
+    return parent(site.path) if inside else site.path

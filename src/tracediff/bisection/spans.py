@@ -1,0 +1,245 @@
+"""Spans of operations between paired values, recomputed in float64.
+
+The span of a paired value holds, on each side, the operations that made it from other paired values
+and the unpaired ones in between: one fused operation of one stack against the several that another
+needs. `Engine` recomputes what a span computes, from what was recorded or from other inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff import stacks
+from tracediff.align.flow import Flow, Value, call_of, name_of, output_of
+from tracediff.events import Event
+from tracediff.replaying import Floats, Operation, Replayed, Replayer
+from tracediff.trace import Trace
+
+_LARGEST: Final = 6.0
+"""Spreads that no element exceeds by chance: once in 1e9 for normal errors."""
+
+_TYPICAL: Final = 2.0
+"""Spreads that the root mean square of many elements stays below: 1 by derivation."""
+
+
+GRADIENT: Final = "grad_out"
+"""Port of a gradient under the name of the operation whose output it belongs to, where a framework
+does not show the operations of its backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The operations of one side that make a paired value.
+
+    Attributes:
+        operations: In the order of execution, those that lay the value out anew last.
+        frontier: The paired values that they start from.
+    """
+
+    exit: Value
+    operations: tuple[Event, ...]
+    frontier: tuple[Value, ...]
+
+
+def span_of(value: Value, paired: Mapping[Value, Any]) -> Span:
+    """The span of a value back to the nearest paired ones."""
+    events, frontier, seen, waiting = list(value.members), [], {value}, list(value.inputs)
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each in paired:
+            frontier.append(each)
+            continue
+        events.extend(event for event in each.members)
+        waiting.extend(each.inputs)
+    operations = sorted((e for e in events if not is_leaf(e)), key=lambda e: e.order)
+    return Span(value, tuple(operations), tuple(sorted(frontier, key=lambda v: v.index)))
+
+
+def is_leaf(event: Event) -> bool:
+    return bool(event.attributes.get("leaf"))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One operation held to its formula, on its own recorded inputs.
+
+    Attributes:
+        ratio: Its error over what rounding allows; above 1 it computed something else.
+        error: Norm of the error over that of the exact result.
+        bound: What rounding explains, in the same unit.
+    """
+
+    event: Event
+    ratio: float
+    error: float
+    bound: float
+    derivation: str
+
+
+@dataclass(slots=True)
+class Engine:
+    """Recomputes the operations of one side."""
+
+    trace: Trace
+    flow: Flow
+    _checks: dict[int, Check | None] = field(default_factory=dict)
+
+    def array(self, event: Event) -> NDArray[Any] | None:
+        return self.trace.array(event) if event.payload is not None else None
+
+    # ---- one operation ---------------------------------------------------------------------
+
+    def check(self, event: Event) -> Check | None:
+        """Holds an operation to its formula; None where there is none or a payload is missing."""
+        if event.order not in self._checks:
+            self._checks[event.order] = self._check(event)
+        return self._checks[event.order]
+
+    def _check(self, event: Event) -> Check | None:
+        found = self.array(event)
+        inputs = [self.array(self.flow.events[order]) for order in self.flow.inputs[event.order]]
+        if found is None or any(array is None for array in inputs):
+            return None
+        exact = self.recompute(event, inputs)
+        if exact is None or exact.value.shape != found.shape:
+            return None
+        error = difference(found.astype(np.float64), exact.value)
+        scale = norm(exact.value) or 1.0
+        rows = max(1, math.prod(found.shape[:-1]))
+        return Check(
+            event=event,
+            ratio=ratio(error, exact.spread, rows),
+            error=norm(error) / scale,
+            bound=limit(rows) * norm(exact.spread) / scale,
+            derivation=exact.derivation,
+        )
+
+    def recompute(self, event: Event, inputs: list[Any]) -> Replayed | None:
+        """The formula of an operation on given inputs."""
+        if is_leaf(event) or event.site.port == GRADIENT:
+            return None
+        return _reference().recompute(
+            Operation(
+                canonical=name_of(event),
+                op=event.op,
+                inputs=tuple(inputs),
+                operands=tuple(event.attributes.get("operands", ())),
+                args=event.attributes.get("args", {}),
+                output=output_of(event),
+                outputs=self.flow.outputs[call_of(event)],
+                shape=event.shape,
+                dtype=event.dtype,
+            )
+        )
+
+    # ---- a whole span ----------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        span: Span,
+        given: Mapping[Value, NDArray[Any]] | None = None,
+        kept: Event | None = None,
+    ) -> Floats | None:
+        """What a span makes of its inputs in float64.
+
+        Args:
+            given: Values of the frontier, in the layout of their first event, in place of those
+                that were recorded.
+            kept: An operation whose recorded result is taken as it is.
+
+        Returns:
+            The exit in the layout of its first event; None where a formula is missing on the way.
+        """
+        known: dict[int, NDArray[Any] | None] = {}
+        for value, array in (given or {}).items():
+            known[value.event.order] = array
+        inside = {event.order for event in span.operations}
+        first = {value.event.order for value in span.frontier}
+        if kept is not None:
+            known[kept.order] = self.array(kept)
+        return self._value(span.exit.event.order, known, inside, first)
+
+    def _value(
+        self,
+        order: int,
+        known: dict[int, NDArray[Any] | None],
+        inside: set[int],
+        frontier: set[int],
+    ) -> NDArray[Any] | None:
+        """The value of an event, recomputed inside the span and in layouts of its frontier.
+
+        Integers and booleans are taken as they were recorded: they choose, and are judged
+        elsewhere.
+        """
+        waiting = [order]
+        while waiting:
+            current = waiting[-1]
+            if current in known:
+                waiting.pop()
+                continue
+            event = self.flow.events[current]
+            recorded = current in frontier or is_leaf(event) or not is_float(event)
+            of = self.flow.of_order.get(current)
+            moved = of is not None and of.event.order in frontier  # another layout of an input
+            if recorded or not (current in inside or moved):
+                known[current] = self.array(event)
+                continue
+            inputs = self.flow.inputs[event.order]
+            missing = [each for each in inputs if each not in known]
+            if missing:
+                waiting.extend(missing)
+                continue
+            arrays = [known[each] for each in inputs]
+            found = None if any(a is None for a in arrays) else self.recompute(event, arrays)
+            known[current] = found.value if found is not None else None
+        return known[order]
+
+
+def is_float(event: Event) -> bool:
+    return event.dtype.startswith(("float", "bfloat"))
+
+
+def norm(x: Floats) -> float:
+    """The Euclidean norm of the finite elements, without waking the threads of BLAS."""
+    flat = x.reshape(-1)
+    flat = flat[np.isfinite(flat)]
+    return math.sqrt(float(np.einsum("i,i->", flat, flat)))
+
+
+def difference(a: Floats, b: Floats) -> Floats:
+    """`a - b`, zero where both are the same infinity or NaN."""
+    with np.errstate(invalid="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        result: Floats = np.where(same, 0.0, a - b)
+    return result
+
+
+def ratio(error: Floats, spread: Floats, rows: int) -> float:
+    """An error over what rounding allows it, by element and in the mean."""
+    if not error.size:
+        return 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each = np.where(error == 0, 0.0, np.abs(error) / spread)
+    largest = float(np.nan_to_num(each, nan=np.inf, posinf=np.inf).max()) / _LARGEST
+    scale = norm(np.broadcast_to(spread, error.shape))
+    return max(largest, norm(error) / (limit(rows) * scale) if scale else 0.0)
+
+
+def limit(rows: int) -> float:
+    """How far a root mean square may be above the spread: errors of a row have a common part."""
+    return _TYPICAL + (_LARGEST - _TYPICAL) / math.sqrt(rows)
+
+
+@cache
+def _reference() -> Replayer:
+    return stacks.load_replayer("reference")()
