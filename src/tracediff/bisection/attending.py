@@ -21,7 +21,7 @@ _RANK: Final = 2
 _CHOICES: Final = 24
 """Ways to choose queries, keys and values that are tried at most."""
 
-_PRODUCTS: Final = 1 << 25
+_PRODUCTS: Final = 1 << 23
 """Multiplications of one attention that are done at most; fewer queries are looked at then."""
 
 _FEW: Final = 4

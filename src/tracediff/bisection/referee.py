@@ -133,7 +133,7 @@ class Referee:
         if _has_formula(pair):
             return self._rule_by_formula(pair, values, counts, spot)
         if pair.baseline.site.phase == "forward":
-            return self._rule_by_relation(pair, values, counts)
+            return self._rule_by_relation(pair, values, counts, spot)
         return None
 
     def _rule_by_formula(
@@ -157,7 +157,9 @@ class Referee:
             return ruling
         return _blamed(replace(ruling, within=False), found, values, counts)
 
-    def _rule_by_relation(self, pair: Pair, values: Values, counts: Counts) -> Ruling | None:
+    def _rule_by_relation(
+        self, pair: Pair, values: Values, counts: Counts, spot: bool
+    ) -> Ruling | None:
         """A relation that holds on both sides explains the pair; where each that is found holds on
         one side only, the other side has broken it. Two of one rank may contradict each other."""
         source = self._flow.copied(pair)
@@ -166,7 +168,7 @@ class Referee:
         settings = self._settings(0, pair.baseline), self._settings(1, pair.target)
         if around(pair.target) is not pair.target:
             values = values[0], self._recorded[1].array(around(pair.target))
-        attempt = Attempt(pair, values, counts, settings)
+        attempt = Attempt(pair, values, counts, settings, spot)
         broken: list[tuple[int, Ruling]] = []
         for relation in relations(attempt, self._flow, self._array):
             ruling = _by_relation(relation)

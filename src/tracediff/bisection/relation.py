@@ -41,12 +41,14 @@ class Attempt:
         values: Both payloads, finite, in the baseline's layout.
         counts: False where an element is padding, broadcastable to the shape.
         settings: Of both sides, with `operand_roundoff`.
+        spot: Nothing looks wrong: a part of a large value will do.
     """
 
     pair: Pair
     values: Values
     counts: Counts
     settings: tuple[Mapping[str, Any], Mapping[str, Any]]
+    spot: bool = False
 
     def part(self, index: Any) -> Attempt:
         """The same on some elements, all of which count where the index picks single ones."""

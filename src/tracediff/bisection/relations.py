@@ -30,6 +30,9 @@ _Operation = tuple[str, Mapping[str, Any], int, Sequence[tuple[View, ...]]]
 _SAMPLE: Final = 256
 """Elements that a relation is tried on before all of them."""
 
+_ENOUGH: Final = 1 << 16
+"""Elements that are looked at where nothing looks wrong."""
+
 _ACTIVATIONS: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("SiLU", {}),
     ("GELU", {"approximate": "tanh"}),
@@ -72,12 +75,13 @@ def _between_elements(attempt: Attempt, sources: Sequence[View]) -> Iterator[Rel
     places = _sample(attempt)
     if not places[0].size:
         return
-    few = attempt.part(places)
+    few, rows = attempt.part(places), _rows(attempt)
+    whole = attempt if rows is ... else attempt.part(rows)
     for op, settings, rank, choices in _plan(views):
         for choice in choices:
             if _tried(few, op, settings, rank, choice, places) is None:
                 continue
-            found = _tried(attempt, op, settings, rank, choice, ...)
+            found = _tried(whole, op, settings, rank, choice, rows)
             if found is not None:
                 yield found
 
@@ -119,6 +123,19 @@ def _sample(attempt: Attempt) -> tuple[NDArray[np.intp], ...]:
     if places.size:
         places = places[np.unique(np.linspace(0, places.size - 1, _SAMPLE).astype(int))]
     return np.unravel_index(places, shape)
+
+
+def _rows(attempt: Attempt) -> Any:
+    """Index of all elements, or of rows of those that count where a part of them will do."""
+    shape, counts = attempt.values[0].shape, attempt.counts
+    if not attempt.spot or np.prod(shape) <= _ENOUGH:
+        return ...
+    keep = np.ones(shape, bool) if counts is None else np.broadcast_to(counts, shape)
+    rows = np.flatnonzero(keep.all(axis=-1))
+    if not rows.size:
+        return ...
+    chosen = np.linspace(0, rows.size - 1, max(1, _ENOUGH // shape[-1])).astype(int)
+    return np.unravel_index(rows[np.unique(chosen)], shape[:-1])
 
 
 def _laid_out(array: Array, shape: tuple[int, ...]) -> Array | None:
