@@ -325,7 +325,12 @@ class Batches:
             labels = trace.array(event)
             if not _cuts_padding(labels, take):
                 return None
-        return viewed(trace, event, take)
+        view = viewed(trace, event, take)
+        if not related[side].left or event.op != "RoPE":
+            return view
+        # Columns are positions, also those that padding takes.
+        first = related[side].length - related[side].common
+        return replace(view, attributes={**event.attributes, "offset": first})
 
     def _apart(self, pair: Pair) -> str | None:
         """Why a pair cannot be compared: it holds the padding, and nobody knows where."""

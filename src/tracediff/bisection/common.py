@@ -54,16 +54,27 @@ def _compared(trace: Trace, step: int) -> list[Event]:
 
 
 def _parts(traces: tuple[Trace, Trace], common: Common) -> Common:
-    """Parts of fused tensors, which the alignment knows by shape alone, with their values."""
+    """Parts of fused tensors, which the alignment knows by shape alone, with their values.
+
+    They take the place of fused gradients and optimizer states, which would count twice.
+    """
     views: tuple[dict[int, Event], dict[int, Event]] = ({}, {})
-    sides: tuple[list[Event], list[Event]] = (list(common.events[0]), list(common.events[1]))
+    known = {id(event) for side in common.events for event in side}
+    parts: tuple[list[Event], list[Event]] = ([], [])
     for pair in common.alignment.pairs:
         for side, event in enumerate((pair.baseline, pair.target)):
             if event.view is not None and event.payload is not None:
                 views[side][id(event)] = filled(traces[side], event)
-            if pair.matched_by == "parts":
-                sides[side].append(event)
-    whole = Common(common.alignment, sides, common.notes).replaced(views)
+            if id(event) not in known:
+                parts[side].append(event)
+    taken = [{event.order for event in side} for side in parts]
+    sides = [
+        [e for e in side if e.order not in orders or e.site.phase not in ("backward", "optimizer")]
+        for side, orders in zip(common.events, taken, strict=True)
+    ]
+    whole = Common(
+        common.alignment, ([*sides[0], *parts[0]], [*sides[1], *parts[1]]), common.notes
+    ).replaced(views)
     return whole.apart(_without_payload)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.compare.masks import is_mask_port
 from tracediff.events import Event
 
 Mask = NDArray[np.bool_]
@@ -56,7 +57,10 @@ class Padding:
         if shape[:2] == (batch, length):
             return mask.reshape(batch, length, *(1,) * (len(shape) - 2))
         if len(shape) == 4 and (shape[0], shape[2]) == (batch, length):
-            return mask[:, None, :, None]
+            queries, keys = mask[:, None, :, None], mask[:, None, None, :]
+            is_map = shape[3] == length and not event.dims and not is_mask_port(event.site.port)
+            # A mask has to say that padding is hidden; what lies behind it is nobody's result.
+            return queries & keys if is_map else queries
         if shape[0] == batch * length and len(shape) <= 2:
             return mask.reshape(-1, *(1,) * (len(shape) - 1))
         return None
