@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tracediff.errors import CorruptTraceError
 from tracediff.events import Event, Run, Site
+from tracediff.report.inspection import inspect_site
 from tracediff.testing import build_event, build_trace
 from tracediff.trace import Trace, TraceWriter, sample_writer, samples, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
@@ -343,3 +344,14 @@ def test_site_of_a_sample_round_trips() -> None:
     site = Site(0, "rendering", "sample[3].text")
     assert Site.parse(str(site)) == site
     assert samples.place_of(Event(site=site, order=0)) == (3, "text")
+
+
+def test_a_sample_is_shown_without_making_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Trace(rendered(tmp_path / "t")) as trace:
+        monkeypatch.setattr(Trace, "events", lambda *_: pytest.fail("all events were made"))
+        view = inspect_site(trace, "0/rendering/sample[2].ids")
+        assert [str(event.site) for event in view.events] == ["0/rendering/sample[2].ids"]
+        assert view.values is not None
+        assert view.values.tolist() == [0, 1, 2, 3]

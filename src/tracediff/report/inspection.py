@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tracediff.errors import UsageError
-from tracediff.events import Event
+from tracediff.events import Event, Site, sample_step
 from tracediff.report.json import FORMAT, plain
 from tracediff.report.text import Harmless, inert, number
 from tracediff.trace import Trace
@@ -37,7 +37,9 @@ def inspect_site(trace: Trace, text: str) -> SiteView:
     Raises:
         UsageError: There is none; the message names the closest.
     """
-    printed = [(str(e.site), e) for step in trace.steps for e in trace.events(step)]
+    printed = _of_sample(trace, text) or [
+        (str(e.site), e) for step in trace.steps for e in trace.events(step)
+    ]
     found = [e for site, e in printed if site == text] or [e for site, e in printed if text in site]
     if not found:
         close = get_close_matches(text, [site for site, _ in printed], n=1, cutoff=0.3)
@@ -49,6 +51,21 @@ def inspect_site(trace: Trace, text: str) -> SiteView:
     origins = {e.order: site for site, e in printed if e.site.step == event.site.step}
     values = trace.array(event) if event.payload is not None else None
     return SiteView(found, values, [origins[order] for order in event.inputs if order in origins])
+
+
+def _of_sample(trace: Trace, text: str) -> list[tuple[str, Event]]:
+    """The events of the sample that a site is of, if it is there: a data set has very many."""
+    try:
+        site = Site.parse(text)
+    except ValueError:
+        return []
+    place = sample_step(site.path)
+    if place is None or site.step not in trace.steps:
+        return []
+    rows = trace.samples(site.step)
+    events = (rows.event(int(row)) for row in np.flatnonzero(rows.sample == place[0]))
+    printed = [(str(event.site), event) for event in events]
+    return printed if text in dict(printed) else []
 
 
 @dataclass(frozen=True, slots=True)
