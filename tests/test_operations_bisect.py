@@ -4,105 +4,50 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import tracediff
-from tracediff.events import Run
+from tests.op_traces import Array, Change, Stack, same
 from tracediff.report.html import to_html
 from tracediff.report.json import to_json
 from tracediff.report.terminal import render
-from tracediff.tape import Policy, Tape
-from tracediff.trace import TraceWriter
-
-Array = NDArray[np.float32]
-Change = Callable[[str, Array], Array]
 
 
-def same(name: str, value: Array) -> Array:
-    return value
-
-
-class Stack:
-    """A stack of its own: a norm, a product and an activation, each result rounded as `exact` says.
-
-    `pytorch` computes the norm as five operations, `mlx` as one. `change` alters the result of an
-    operation by its canonical name.
-    """
-
-    def __init__(self, path: Path, stack: str, change: Change = same, exact: bool = False) -> None:
-        run = Run(stack=stack, level="op")
-        self._tape = Tape(TraceWriter(path, run), Policy(level="op"))
-        self._change, self._exact = change, exact
-        self._calls: dict[str, int] = {}
-
-    def emit(self, place: str, value: Any, inputs: tuple[int, ...], **facts: Any) -> int:
-        name = place.rpartition("@")[2]
-        attributes = {"level": "op", "canonical": name, **facts}
-        number = self._calls.get(place, 0)
-        self._calls[place] = number + 1
-        return self._tape.emit(
-            "forward",
-            place,
-            "out",
-            value,
-            call=number,
-            op=facts.get("op", name),
-            source=f"model.py:{len(self._calls)}",
-            inputs=inputs,
-            attributes=attributes,
+def run(stack: Stack, fused: bool, eps: float = 1e-5) -> None:
+    """A product, a norm (as five operations, or as one) and an activation."""
+    generator = np.random.default_rng(0)
+    x = stack.leaf("root", generator.standard_normal((16, 32)).astype(np.float32))
+    w = stack.leaf("proj", generator.standard_normal((32, 32)).astype(np.float32))
+    gain = stack.leaf("norm", (1 + 0.1 * generator.standard_normal(32)).astype(np.float32))
+    y = stack.op("proj@matmul", lambda a, b: a @ b, x, w)
+    if fused:
+        z = stack.op(
+            "norm@rms_norm",
+            lambda a, g: g * a / np.sqrt((a * a).mean(-1, keepdims=True) + eps),
+            y,
+            gain,
+            args={"eps": eps},
         )
-
-    def op(
-        self, place: str, function: Any, *inputs: tuple[Array, int], **facts: Any
-    ) -> tuple[Array, int]:
-        """Computes in float64, or in float32, and stores float32."""
-        wide = np.float64 if self._exact else np.float32
-        value = np.asarray(function(*(x.astype(wide) for x, _ in inputs)), np.float32)
-        value = self._change(place.rpartition("@")[2], value)
-        return value, self.emit(place, value, tuple(order for _, order in inputs), **facts)
-
-    def leaf(self, place: str, value: Array) -> tuple[Array, int]:
-        return value, self.emit(f"{place}@leaf", value, (), leaf=True)
-
-    def run(self, fused: bool, eps: float = 1e-5) -> None:
-        generator = np.random.default_rng(0)
-        x = self.leaf("root", generator.standard_normal((16, 32)).astype(np.float32))
-        w = self.leaf("proj", generator.standard_normal((32, 32)).astype(np.float32))
-        gain = self.leaf("norm", (1 + 0.1 * generator.standard_normal(32)).astype(np.float32))
-        y = self.op("proj@matmul", lambda a, b: a @ b, x, w)
-        if fused:
-            z = self.op(
-                "norm@rms_norm",
-                lambda a, g: g * a / np.sqrt((a * a).mean(-1, keepdims=True) + eps),
-                y,
-                gain,
-                args={"eps": eps},
-            )
-        else:
-            square = self.op("norm@pow", lambda a: a**2, y, operands=[None, 2])
-            args = {"dim": [-1], "keepdim": True}
-            mean = self.op("norm@mean", lambda a: a.mean(-1, keepdims=True), square, args=args)
-            shifted = self.op("norm@add", lambda a: a + eps, mean, operands=[None, eps])
-            root = self.op("norm@rsqrt", lambda a: 1 / np.sqrt(a), shifted)
-            scaled = self.op("norm@mul", lambda a, b: a * b, y, root)
-            z = self.op("norm@mul", lambda g, a: g * a, gain, scaled)
-        act = self.op("mlp@silu", lambda a: a / (1 + np.exp(-a)), z)
-        self._tape.emit("forward", "root", "out", act[0], op="Net", inputs=())
-        self._tape.advance()
-        self._tape.writer.finish("finished")
+    else:
+        square = stack.op("norm@pow", lambda a: a**2, y, operands=[None, 2])
+        args = {"dim": [-1], "keepdim": True}
+        mean = stack.op("norm@mean", lambda a: a.mean(-1, keepdims=True), square, args=args)
+        shifted = stack.op("norm@add", lambda a: a + eps, mean, operands=[None, eps])
+        root = stack.op("norm@rsqrt", lambda a: 1 / np.sqrt(a), shifted)
+        scaled = stack.op("norm@mul", lambda a, b: a * b, y, root)
+        z = stack.op("norm@mul", lambda g, a: g * a, gain, scaled)
+    stack.finish(stack.op("mlp@silu", lambda a: a / (1 + np.exp(-a)), z))
 
 
 def bisected(
     folder: Path, change: tuple[Change, Change] = (same, same), **target: Any
 ) -> tracediff.Verdict:
-    Stack(folder / "a", "pytorch", change[0]).run(fused=False)
-    Stack(folder / "b", "mlx", change[1], exact=True).run(fused=True, **target)
+    run(Stack(folder / "a", "pytorch", change[0]), fused=False)
+    run(Stack(folder / "b", "mlx", change[1], exact=True), fused=True, **target)
     return tracediff.bisect(folder / "a", folder / "b")
 
 

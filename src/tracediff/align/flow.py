@@ -5,7 +5,8 @@ reshape, a product, two reshapes and a transpose in the other. A **value** is an
 the events that only hold its elements in another layout (view, transpose, contiguous copy, a
 dropout that is off), found by their fingerprints, whatever the operations are called. A value that
 comes from nowhere (the recorder lost sight of it, or a mask is made anew for each layer) belongs to
-the last one of the same bits.
+the last one of the same bits. An operation on several values of one size computes, also where its
+result is one of them.
 """
 
 from __future__ import annotations
@@ -116,7 +117,10 @@ class Flow:
     def _add(self, event: Event, rename: Callable[[str], str]) -> None:
         orders = self.inputs[event.order]
         inputs = [self.of_order[order] for order in orders if order in self.of_order]
-        source = next((value for value in inputs if _lays_out(event, value)), None)
+        large = [
+            v for v in inputs if v.count == event.fingerprint[0] and v.event.dtype == event.dtype
+        ]
+        source = large[0] if len(large) == 1 and _lays_out(event, large[0]) else None
         same = (event.digest, event.dtype)
         if source is None and event.attributes.get("leaf"):
             source = self._by_digest.get(same)

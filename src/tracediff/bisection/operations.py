@@ -111,7 +111,9 @@ class OperationJudge:
 
     def findings(self) -> Iterator[Finding]:
         """The divergences that were introduced, in the order of stages and execution."""
-        for pair in sorted(self.pairs, key=lambda p: _place(p.baseline.event)):
+        for pair in sorted(
+            self.pairs, key=lambda p: (STAGE_RANK[p.baseline.phase], p.baseline.index)
+        ):
             finding = self._judge(pair)
             if finding is None or (not any(finding.culprits) and self._heals(pair, finding.error)):
                 continue
@@ -239,9 +241,9 @@ class _Case:
 
     def finding(self) -> Finding | None:
         values = self._values()
-        if values is None:
-            return None
         failing = [self._failing(side) for side in (0, 1)]
+        if values is None:
+            return self._without_layout(failing)
         apart = difference(*values)
         unexplained = self._unexplained(apart)
         scale = norm(self._counted(values[0])) or 1.0
@@ -257,6 +259,15 @@ class _Case:
         if any(failing):
             return None  # described wrongly, on both sides alike
         return self._beyond_rounding(unexplained, apart, scale, known)
+
+    def _without_layout(self, failing: Sequence[Check | None]) -> Finding | None:
+        """Where the values have too little in common to lay one over the other: an operation that
+        errs is to blame if the statistics of the exits are apart as well."""
+        a, b = self.pair.baseline.event, self.pair.target.event
+        apart = distance(a.fingerprint, b.fingerprint)
+        if not any(failing) or apart <= tolerance((a.dtype, b.dtype)):
+            return None
+        return self._wrong_operation(failing, [check is not None for check in failing])
 
     def _failing(self, side: int) -> Check | None:
         """The first operation of a side that is beyond its bound."""
@@ -436,7 +447,3 @@ class _Case:
             blame="undecided",
             note=note,
         )
-
-
-def _place(event: Event) -> tuple[int, int]:
-    return STAGE_RANK[event.site.phase], event.order

@@ -58,7 +58,8 @@ def find_layout(a: NDArray[Any], b: NDArray[Any]) -> Layout | None:
 
     Candidates are all orders of the dimensions of the array that has more of them, which includes
     transposes, reshapes, and heads that are split off or merged. One that leaves the elements in
-    place is taken if it fits, without a look at the others.
+    place is taken if it fits, without a look at the others, and also where shapes are equal and no
+    layout fits: the values have nothing in common then.
     """
     if a.size != b.size:
         return None
@@ -78,12 +79,13 @@ def find_layout(a: NDArray[Any], b: NDArray[Any]) -> Layout | None:
         ((apart(layout), place, layout) for place, layout in enumerate(_candidates(a, b))),
         key=lambda found: found[:2],
     )
+    fallback = plain if in_place <= _AGREES or a.shape == b.shape else None
     if not ranked or ranked[0][0] > _AGREES or in_place < ranked[0][0]:
-        return plain if in_place <= _AGREES else None
+        return fallback
     best = ranked[0]
     others = [distance for distance, *_ in ranked[1:]] + [in_place]
     clear = all(best[0] <= _CLEARLY * distance or distance == best[0] for distance in others)
-    return best[2] if clear else None
+    return best[2] if clear else fallback
 
 
 def _candidates(a: NDArray[Any], b: NDArray[Any]) -> Iterator[Layout]:
