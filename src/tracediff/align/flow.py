@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tracediff.align.fingerprints import same_elements
+from tracediff.align.fingerprints import norm, same_elements
 from tracediff.events import Event
 
 LEVEL: Final = "op"
@@ -117,9 +117,7 @@ class Flow:
     def _add(self, event: Event, rename: Callable[[str], str]) -> None:
         orders = self.inputs[event.order]
         inputs = [self.of_order[order] for order in orders if order in self.of_order]
-        large = [
-            v for v in inputs if v.count == event.fingerprint[0] and v.event.dtype == event.dtype
-        ]
+        large = [value for value in inputs if _could_be(event, value)]
         source = large[0] if len(large) == 1 and _lays_out(event, large[0]) else None
         same = (event.digest, event.dtype)
         if source is None and event.attributes.get("leaf"):
@@ -137,6 +135,17 @@ class Flow:
         self.of_order[event.order] = value
         if value.count >= FEW:
             self._by_digest[same] = value
+
+
+def _could_be(event: Event, value: Value) -> bool:
+    """Whether an event may hold a value's elements. Zeros of the same size are no second operand:
+    the first moment before the first update."""
+    return (
+        value.count == event.fingerprint[0]
+        and value.phase == event.site.phase
+        and value.event.dtype == event.dtype
+        and (norm(value.event.fingerprint) > 0 or norm(event.fingerprint) == 0)
+    )
 
 
 def _lays_out(event: Event, value: Value) -> bool:
