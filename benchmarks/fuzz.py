@@ -59,6 +59,26 @@ def seed_traces(folder: Path) -> tuple[Path, Path]:
     w = rng.standard_normal((8, 8), dtype=np.float32)
     ids = np.arange(8, dtype=np.int64).reshape(2, 4)
 
+    def operations(fault: float) -> list[tuple[str, Any]]:
+        """Step 2: `x @ w.T * 2`, with its gradients, operation by operation."""
+        y = x @ w.T
+
+        def of(canonical: str, *inputs: int, **more: Any) -> dict[str, Any]:
+            attributes = {"level": "op", "canonical": canonical, "args": {"alpha": 1}, **more}
+            return {"op": f"aten.{canonical}", "source": "model.py:3", "inputs": inputs} | {
+                "attributes": attributes
+            }
+
+        leaf = of("leaf", leaf=True, name="fc.weight")
+        return [
+            ("2/forward/fc@leaf#0:out", (x, leaf)),
+            ("2/forward/fc@leaf#1:out", (w, leaf)),
+            ("2/forward/fc@transpose#0:out", (w.T.copy(), of("transpose", 1, view_of=1))),
+            ("2/forward/fc@matmul#0:out", (y, of("matmul", 0, 2))),
+            ("2/forward/fc@mul#0:out", (y * 2 + fault, of("mul", 3, operands=[None, 2.0]))),
+            ("2/backward/fc@mul#0:out", (y * 0.2, of("mul", 4, forward_order=4))),
+        ]
+
     def values(fault: float) -> list[tuple[str, Any]]:
         linear = {"op": "Linear", "attributes": {"settings": {"bias": False}}}
         return [
@@ -84,6 +104,7 @@ def seed_traces(folder: Path) -> tuple[Path, Path]:
             ("1/forward/fc#0:in", (x, linear)),
             ("1/forward/fc#0:out", (x @ w.T, linear)),
             ("1/trajectory/loss#0", 2.25),
+            *operations(fault),
         ]
 
     clean = build_trace(folder / "clean.zarr", values(0.0))
