@@ -17,6 +17,10 @@ from tracediff.recording import Patches
 
 _LIBRARIES: Final = ("mlx", "mlx_lm", "mlx_vlm")
 
+_attached: list[State] = []
+"""States of the recordings that are attached, the innermost last. A function that was compiled
+during one recording (a module that it imported) may be called in the next."""
+
 
 class CompileHooks:
     """Decides for each compiled function whether it must run uncompiled to be seen inside.
@@ -30,6 +34,8 @@ class CompileHooks:
         self._patches = patches
 
     def install(self) -> None:
+        _attached.append(self._state)
+        self._patches.on_undo(_attached.remove, self._state)
         name = _compiled_before()
         if name and _compiles():
             self._state.tape.note(
@@ -46,7 +52,7 @@ class CompileHooks:
             compiled = original(fun, *options, **named)
             outputs = named.get("outputs", options[1] if len(options) > 1 else None)
             changes_state = outputs is not None and not _is_random_state(outputs)
-            return Compiled(self._state, fun, compiled, changes_state)
+            return Compiled(fun, compiled, changes_state)
 
         return compile
 
@@ -58,58 +64,60 @@ class Compiled:
     attribute of a class.
     """
 
-    def __init__(
-        self, state: State, fun: Callable[..., Any], compiled: Any, changes_state: bool
-    ) -> None:
-        self._state = state
+    def __init__(self, fun: Callable[..., Any], compiled: Any, changes_state: bool) -> None:
         self._fun = fun
         self._compiled = compiled
+        self._changes_state = changes_state
+        self._state: State | None = None
         self._is_eager: bool | None = None
         self._name = getattr(fun, "__name__", type(fun).__name__)
-        if changes_state:  # the model or the optimizer: a first try would leave its marks
-            self._run_eagerly()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._state.recording:
+        state = _attached[-1] if _attached else None
+        if state is None or not state.recording:
             return self._compiled(*args, **kwargs)
+        if state is not self._state:
+            self._state, self._is_eager = state, None
         if self._is_eager is None:
-            return self._first(args, kwargs)
+            return self._first(state, args, kwargs)
         if self._is_eager:
             return self._fun(*args, **kwargs)
-        operations = self._state.operations
-        if operations is None:
+        if state.operations is None:
             return self._compiled(*args, **kwargs)
-        return operations.opaque(self._name, self._compiled, args, kwargs)
+        return state.operations.opaque(self._name, self._compiled, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
 
-    def _first(self, args: Any, kwargs: Any) -> Any:
+    def _first(self, state: State, args: Any, kwargs: Any) -> Any:
         """Tries the function uncompiled, to see whether there is something to record in it.
 
         Compiled functions are pure but for the state that they declare, and lazy: a trial costs
         nothing and changes nothing except the state of the generator, which is restored.
         """
+        if self._changes_state:  # of the model or the optimizer: a trial would leave its marks
+            self._run_eagerly(state)
+            return self(*args, **kwargs)
         key = random_key()
         if key is None:  # another function is being compiled around this one
             return self._compiled(*args, **kwargs)
-        outer, self._state.trying = self._state.trying, True
+        outer, state.trying = state.trying, True
         try:
             self._fun(*args, **kwargs)
             self._is_eager = False
         except Touched:
-            self._run_eagerly()
+            self._run_eagerly(state)
             if outer:
                 raise
         finally:
-            self._state.trying = outer
+            state.trying = outer
             if (now := random_key()) is not None and not np.array_equal(key, now):
                 mx.random.seed((int(key[0]) << 32) | int(key[1]))
         return self(*args, **kwargs)
 
-    def _run_eagerly(self) -> None:
+    def _run_eagerly(self, state: State) -> None:
         self._is_eager = True
-        self._state.tape.note(
+        state.tape.note(
             f"{self._name} is compiled by mx.compile and ran uncompiled while recording: "
             "a compiled run may round differently"
         )

@@ -347,6 +347,23 @@ def test_a_compiled_function_without_modules_is_one_operation(
     assert trace.notes == ()
 
 
+def test_a_function_compiled_in_one_recording_is_seen_in_the_next(tmp_path: Path) -> None:
+    """As those of a library are that was imported while something was recorded."""
+    kept: list[Any] = []
+
+    def job() -> None:
+        if not kept:
+            kept.append(mx.compile(lambda x: mx.exp(x) * 3))
+        Function(lambda x, w: kept[0](x) + w)(mx.array(X))
+
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+    first, second = (recorder_into(tmp_path / f)(job, "op") for f in ("first", "second"))
+    assert names(first) == names(second)
+    assert len(names(first)) == 2
+    np.testing.assert_allclose(kept[0](mx.array(X)), 3 * np.exp(X), rtol=1e-6)
+
+
 def test_a_compiled_step_is_seen_inside_from_its_first_call(
     record: Callable[..., Recording],
 ) -> None:
