@@ -1,8 +1,8 @@
 """`python -m benchmarks.overhead`: what recording costs where fixed costs rule.
 
 A tiny Qwen3 (hidden 256, four layers, 2.6 million parameters), a batch of 2 x 64 tokens, forward
-and backward on PyTorch with one thread. Processor time per step, bare and recorded in turns within one
-process, so that the ratios hold on a busy machine; the least of the rounds counts.
+and backward on PyTorch with one thread. Processor time per step, bare and recorded in turns within
+one process, so that the ratios hold on a busy machine; the least of the rounds counts.
 """
 
 from __future__ import annotations
