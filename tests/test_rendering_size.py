@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "clinical_lora" / "build" / "model"
 COUNT = 300
+SYLLABLES = ("ca", "dor", "fe", "lin", "mo", "nal", "pre", "ri", "sol", "ter", "vo", "xan")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def words(model: Path) -> list[str]:
+    """The vocabulary's own words; the small tokenizer has none."""
+    return words_of(model) or [a + b + c for a in SYLLABLES for b in SYLLABLES for c in SYLLABLES]
+
+
 def test_records_are_the_same_for_the_same_seed() -> None:
     words = ["fever", "renal", "acute", "dose"]
     first = list(records(words, 50))
@@ -41,16 +48,18 @@ def test_records_are_the_same_for_the_same_seed() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 64])
-def test_one_changed_record_in_the_middle_is_found(model: Path, tmp_path: Path, batch: int) -> None:
+def test_one_changed_record_in_the_middle_is_found(
+    model: Path, words: list[str], tmp_path: Path, batch: int
+) -> None:
     tokens = []
     for name, changed in (("a", None), ("b", COUNT // 2)):
         with record(tmp_path / name, stack="pytorch"):
-            tokens.append(render(load(model), words_of(model), COUNT, batch, changed))
+            tokens.append(render(load(model), words, COUNT, batch, changed))
     assert tokens[0] < tokens[1]
     verdict = bisect(tmp_path / "a", tmp_path / "b")
     assert verdict.first is not None
     assert verdict.first.site == f"0/rendering/sample[{COUNT // 2}].messages"
-    messages = list(records(words_of(model), COUNT))[COUNT // 2]
+    messages = list(records(words, COUNT))[COUNT // 2]
     text = json.dumps(messages, ensure_ascii=False)
     assert verdict.first.detail["index"] == len(text) - len('"}]')
     assert CHANGED in verdict.first.detail["target_context"] + verdict.first.detail["added"]
@@ -61,12 +70,14 @@ def test_one_changed_record_in_the_middle_is_found(model: Path, tmp_path: Path, 
     assert verify(tmp_path / "b").sound
 
 
-def test_the_trace_is_smaller_than_the_ids_as_int32(model: Path, tmp_path: Path) -> None:
+def test_the_trace_is_smaller_than_the_ids_as_int32(
+    model: Path, words: list[str], tmp_path: Path
+) -> None:
     """On so few records what each trace has anyway (environment, metadata) is left out."""
     with record(tmp_path / "a", stack="pytorch"):
-        tokens = render(load(model), words_of(model), COUNT, 64, None)
+        tokens = render(load(model), words, COUNT, 64, None)
     with record(tmp_path / "none", stack="pytorch"):
-        render(load(model), words_of(model), 1, 1, None)
+        render(load(model), words, 1, 1, None)
     size = Trace(tmp_path / "a").bytes_stored - Trace(tmp_path / "none").bytes_stored
     assert size < 4 * tokens
 

@@ -21,7 +21,7 @@ def told(found: Divergence, first: Judged | Divergence, steps: Sequence[Step]) -
     notes: list[str] = []
     detail: dict[str, Any] = {}
     before = [s for s in steps if s.number < found.step and _agrees(s, first)]
-    if before:
+    if before and found.stage != "rng":  # generators are told with their step and consumer
         detail["agreed_steps"] = len(before)
         notes.append(
             f"the same place agrees in {len(before)} steps before: look for what changes during a "
