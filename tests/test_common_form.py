@@ -445,29 +445,3 @@ def test_labels_masked_by_hand_may_be_anything_at_padding(tmp_path: Path) -> Non
 
     found = compared(tmp_path, by_hand(5), by_hand(8), ("mlx", "mlx"))
     assert found.outcome == "equivalent", found.reason
-
-
-def test_parts_take_the_place_of_a_fused_gradient(tmp_path: Path) -> None:
-    """A fused gradient and its parts would count twice in the norm of all gradients."""
-    rng = np.random.default_rng(9)
-    grad = rng.standard_normal((8, 4)).astype(np.float32)
-    norm = scalar(np.sqrt(np.einsum("ij,ij->", grad, grad)))
-    clipped = (grad / norm).astype(np.float32)
-    limit = {"attributes": {"max_norm": 1.0}}
-
-    def run(names: dict[str, slice], clipped: Array) -> Run:
-        return [
-            *((f"0/loading/mlp.{name}.weight:param", grad[rows]) for name, rows in names.items()),
-            *((f"0/backward/mlp.{name}.weight#0:grad", grad[rows]) for name, rows in names.items()),
-            ("0/optimizer/clip_grad_norm:out", (norm, limit)),
-            *(
-                (f"0/optimizer/mlp.{name}.weight:grad", (clipped[rows], {"op": "AdamW"}))
-                for name, rows in names.items()
-            ),
-        ]
-
-    split = {"gate_proj": slice(0, 4), "up_proj": slice(4, 8)}
-    rounded = np.nextafter(clipped, np.float32(0))
-    found = compared(tmp_path, run({"gate_up_proj": slice(None)}, clipped), run(split, rounded))
-    assert found.outcome == "equivalent", found.reason
-    assert found.coverage == 1.0

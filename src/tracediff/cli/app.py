@@ -33,7 +33,8 @@ USAGE: int = 2
 app = typer.Typer(
     name="tracediff",
     help="Records two runs of the same training job, on PyTorch and MLX, and names the first "
-    "operation at which they part.",
+    "operation at which they part. Record each run with `record`, then `bisect` the two traces; "
+    "`demo` shows it on a real model.",
     epilog="Exit codes: 0 the runs agree, 1 they diverge, 2 usage error or unreadable input, "
     "125 they cannot be compared.",
     add_completion=False,
