@@ -17,14 +17,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import obstore
 
 from tests.s3 import s3_server
 from tracediff.trace import Trace, verify
+from tracediff.trace.remote import Prefix
 
 TENSORS: Final = 40
 SHAPE: Final = (64, 64)
@@ -136,21 +138,37 @@ def folders(count: int) -> Iterator[Path]:
             shutil.rmtree(path)
 
 
+def prefixes(count: int) -> Iterator[str]:
+    """URLs of traces on an S3 server, whose objects are deleted when the next one is asked for."""
+    with s3_server() as bucket:
+        for number in range(count):
+            url = f"{bucket}/{number}.zarr"
+            yield url
+            store = obstore.store.from_url(url)
+            obstore.delete(store, list(Prefix(url).sizes()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="kills of each writer")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--where", nargs="*", choices=sorted(_WHERE), default=sorted(_WHERE))
     given = parser.parse_args()
-    count = given.count
-    with s3_server() as bucket:
-        endings = {
-            "trace in a folder": run("write_trace", folders(count)),
-            "trace on S3": run("write_trace", [f"{bucket}/{n}.zarr" for n in range(count)]),
-            "plain Zarr arrays": run("write_plain", folders(count)),
-        }
-    for name, counts in endings.items():
-        print(f"{name}: " + ", ".join(f"{n} of {count} {how}" for how, n in counts.most_common()))
-    ours = list(endings.values())[:2]
-    sys.exit(0 if all(counts["sound"] == count for counts in ours) else 1)
+    sound = True
+    for where in given.where:
+        writer, places = _WHERE[where]
+        counts = run(writer, places(given.count), given.seed)
+        told = ", ".join(f"{n} of {given.count} {how}" for how, n in counts.most_common())
+        print(f"{writer} in {where}: {told}", flush=True)
+        sound &= writer == "write_plain" or counts["sound"] == given.count
+    sys.exit(0 if sound else 1)
+
+
+_WHERE: Final[Mapping[str, tuple[str, Callable[[int], Iterator[Path | str]]]]] = {
+    "folder": ("write_trace", folders),
+    "s3": ("write_trace", prefixes),
+    "control": ("write_plain", folders),
+}
 
 
 if __name__ == "__main__":
