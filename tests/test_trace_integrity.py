@@ -25,7 +25,7 @@ from tracediff.errors import (
 from tracediff.testing import build_trace
 from tracediff.trace import Trace, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
-from tracediff.trace.compression import compress
+from tracediff.trace.compression import TEXTS, compress
 
 KILLED_SCRIPT = """
 import sys
@@ -290,9 +290,9 @@ def test_fields_of_a_later_minor_version_are_ignored(path: Path) -> None:
 # ---- hostile segments ------------------------------------------------------------------------
 
 
-def rewrite(path: Path, changes: dict[str, object]) -> None:
-    """Writes the segment of step 1 anew with other entries, all checksums right."""
-    source = Archive(segment(path))
+def rewrite(path: Path, changes: dict[str, object], step: int = 1) -> None:
+    """Writes a segment anew with other entries, all checksums right."""
+    source = Archive(segment(path, step))
     entries = {name: source.read(name) for name in source.entries}
     for name, change in changes.items():
         if callable(change):
@@ -301,7 +301,7 @@ def rewrite(path: Path, changes: dict[str, object]) -> None:
             del entries[name]
         else:
             entries[name] = change  # type: ignore[assignment]
-    writer = ArchiveWriter(segment(path))
+    writer = ArchiveWriter(segment(path, step))
     for name, data in entries.items():
         writer.add(name, data)
     writer.close()
@@ -385,7 +385,7 @@ def test_a_huge_shape_that_the_columns_claim_too_is_refused(path: Path) -> None:
     rewrite(
         path,
         {
-            "events/shape/c/0": compress(np.frombuffer(column, np.uint8), shuffle=False),
+            "events/shape/c/0": compress(np.frombuffer(column, np.uint8), TEXTS),
             f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [size], [1]),
         },
     )
@@ -400,7 +400,7 @@ def test_a_payload_reference_cannot_leave_the_segment(path: Path) -> None:
     column = b"\5\0\0\0" + b"".join(
         len(text).to_bytes(4, "little") + text.encode() for text in texts
     )
-    packed = compress(np.frombuffer(column, np.uint8), shuffle=False)
+    packed = compress(np.frombuffer(column, np.uint8), TEXTS)
     rewrite(path, {"events/payload/c/0": packed})
     trace = Trace(path)
     for event in trace.events(1)[1:4]:

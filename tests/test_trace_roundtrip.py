@@ -19,7 +19,7 @@ import tracediff.trace.zarr_types  # noqa: F401  (registers bfloat16 and float8 
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site
 from tracediff.testing import build_event, build_trace
-from tracediff.trace import Trace, TraceWriter, metadata, verify
+from tracediff.trace import Trace, TraceWriter, hierarchy, metadata, verify
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.names import escape_text, node_name, payload_key, unescape_text
 
@@ -94,6 +94,8 @@ def test_large_arrays_are_chunked_along_leading_axes() -> None:
     assert metadata.chunk_shape((100, 10), 4, limit=3999) == (50, 10)
     assert metadata.chunk_shape((1, 7, 10), 4, limit=120) == (1, 3, 10)
     assert metadata.chunk_shape((5, 7, 10), 4, limit=120) == (1, 3, 10)
+    assert metadata.chunk_shape((3, 10), 4, limit=100) == (2, 10)
+    assert metadata.chunk_shape((3, 10), 4, limit=79) == (1, 10)
     assert metadata.chunk_shape((0, 3), 4) == (1, 3)
     assert metadata.chunk_shape((), 8, limit=4) == ()
 
@@ -102,7 +104,7 @@ def test_large_arrays_are_chunked_along_leading_axes() -> None:
 def test_chunked_arrays_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(metadata.chunk_shape, "__defaults__", (64,))
+    monkeypatch.setattr(hierarchy, "CHUNK_LIMIT", 64)
     array = np.random.default_rng(1).standard_normal(shape)
     trace = write_one(tmp_path / "t", array)
     (event,) = trace.events()

@@ -21,7 +21,7 @@ from tracediff.report.inspection import inspect_site
 from tracediff.testing import build_event, build_trace
 from tracediff.trace import Trace, TraceWriter, sample_writer, samples, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
-from tracediff.trace.compression import CHUNK_BYTES, compress, decompress
+from tracediff.trace.compression import CHUNK_BYTES, NUMBERS, TEXTS, compress, decompress
 
 TRAPS = "a\0b \ufeff\u200b\u0301e\u202e 😀 \U0010ffff \ud83d \udfff\r\n\u2028\x85 \\ud800 µ"
 
@@ -282,10 +282,10 @@ def variant(**fields: Any) -> Callable[[Any], Any]:
 
 
 def column(value: int) -> bytes:
-    return compress(np.full(samples.ROWS, value, "<i8"), shuffle=True)
+    return compress(np.full(samples.ROWS, value, "<i8"), NUMBERS)
 
 
-BOMB = compress(np.zeros(1 << 22, np.uint8), shuffle=False)
+BOMB = compress(np.zeros(1 << 22, np.uint8), TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -321,9 +321,7 @@ def test_hostile_tables_are_refused(tmp_path: Path, changes: dict[str, Any]) -> 
     assert not verify(path).sound
 
 
-@pytest.mark.parametrize(
-    "data", [BOMB, b"", compress(np.zeros(CHUNK_BYTES, np.uint8), shuffle=False)]
-)
+@pytest.mark.parametrize("data", [BOMB, b"", compress(np.zeros(CHUNK_BYTES, np.uint8), TEXTS)])
 def test_damaged_values_are_named(tmp_path: Path, data: bytes) -> None:
     path = rendered(tmp_path / "t")
     rewrite(path, {"samples/text/c/0": data})
@@ -333,7 +331,7 @@ def test_damaged_values_are_named(tmp_path: Path, data: bytes) -> None:
 
 def test_what_is_decompressed_is_what_was_compressed() -> None:
     array = np.arange(1000, dtype="<i4")
-    data = compress(array, shuffle=True)
+    data = compress(array, NUMBERS)
     assert decompress(data, 4000) == array.tobytes()
     for wrong in (3999, 4001):
         with pytest.raises(ValueError, match="holds 4000 bytes"):

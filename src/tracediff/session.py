@@ -48,6 +48,7 @@ def record(
     snapshot_every: int | None = None,
     keep_snapshots: int | None = None,
     rerun: Rerun | None = None,
+    compress: bool = False,
     overwrite: bool = False,
     on_error: str = "stop",
     argv: Sequence[str] = (),
@@ -72,6 +73,7 @@ def record(
             recording with a warning and lets the block run on.
         snapshot_every: Write a snapshot before every Nth step; by default none.
         keep_snapshots: How many snapshots stay, the latest ones; by default all.
+        compress: Compress payloads and snapshots, for archives.
         rerun: A recording of the same script, the first steps of which are skipped.
         settings: Further settings of the run, for the manifest.
         recorder: Makes the recorder; by default that of the stack.
@@ -96,9 +98,15 @@ def record(
         level=level,
         source_digest=digest_value(source).hex() if source else "",
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        settings={"steps": steps, "sketch_every": sketch_every, "only": only, **(settings or {})},
+        settings={
+            "steps": steps,
+            "sketch_every": sketch_every,
+            "only": only,
+            "compress": compress,
+            **(settings or {}),
+        },
     )
-    writer = _writer(output, run, overwrite, on_error)
+    writer = _writer(output, run, on_error, overwrite=overwrite, compress=compress)
     tape = Tape(writer, policy)
     attachable = make(tape)
     if rerun is not None:
@@ -122,11 +130,11 @@ def record(
     writer.finish("finished")
 
 
-def _writer(output: str | Path, run: Run, overwrite: bool, on_error: str) -> TraceWriter:
+def _writer(output: str | Path, run: Run, on_error: str, **options: Any) -> TraceWriter:
     if on_error not in ("stop", "continue"):
         raise UsageError(f"--on-error is {on_error!r}: it is stop or continue")
     on_refusal = _tell if on_error == "continue" else None
-    return create_trace(output, run, overwrite=overwrite, on_refusal=on_refusal)
+    return create_trace(output, run, on_refusal=on_refusal, **options)
 
 
 def _tell(text: str) -> None:
@@ -147,6 +155,7 @@ def record_script(
     snapshot_every: int | None = None,
     keep_snapshots: int | None = None,
     rerun: Rerun | None = None,
+    compress: bool = False,
     overwrite: bool = False,
     on_error: str = "stop",
     settings: Mapping[str, Any] | None = None,
@@ -180,6 +189,7 @@ def record_script(
                 snapshot_every=snapshot_every,
                 keep_snapshots=keep_snapshots,
                 rerun=rerun,
+                compress=compress,
                 overwrite=overwrite,
                 on_error=on_error,
                 argv=argv,

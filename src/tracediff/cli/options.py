@@ -93,6 +93,10 @@ SnapshotEvery = Annotated[
 KeepSnapshots = Annotated[
     int | None, typer.Option(metavar="M", help="Keep only the latest M snapshots.")
 ]
+Compress = Annotated[
+    bool,
+    typer.Option("--compress", help="Compress values and snapshots, for archives."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is there.")]
 OnError = Annotated[
     str,

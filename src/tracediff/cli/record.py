@@ -24,6 +24,7 @@ def record(
     sketch_state: options.SketchState = 1,
     snapshot_every: options.SnapshotEvery = None,
     keep_snapshots: options.KeepSnapshots = None,
+    compress: options.Compress = False,
     overwrite: options.Overwrite = False,
     on_error: options.OnError = "stop",
 ) -> int:
@@ -43,6 +44,7 @@ def record(
         sketch_state=sketch_state,
         snapshot_every=snapshot_every,
         keep_snapshots=keep_snapshots,
+        compress=compress,
         overwrite=overwrite,
         on_error=on_error,
     )

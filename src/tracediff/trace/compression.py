@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 from numcodecs import Blosc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
@@ -15,32 +14,57 @@ and with several of them the order in the file would depend on threads."""
 LARGEST_CHUNK: Final = 64 << 20
 """Larger chunks are refused: their size is read from the file."""
 
-_LEVEL: Final = 5
+LARGEST_TEXT: Final = 16 << 20
+"""Longer columns of strings are stored as they are: there are 13 of them in a segment, and each is
+unpacked as a whole."""
+
+LARGEST_PAYLOAD: Final = 256 << 20
+"""Larger payloads are stored as they are, so that no file of a few kilobytes can make a reader
+fill its memory."""
+
+SMALLEST_PAYLOAD: Final = 1024
+"""Smaller payloads gain nothing."""
+
 _HEADER: Final = 16
 """Bytes of a Blosc header; bytes 4 to 8 hold the size before compression, 12 to 16 after."""
 
 
-def codec_json(itemsize: int, shuffle: bool) -> dict[str, Any]:
-    """The codec's entry in the metadata of an array."""
-    configuration = {
-        "cname": "zstd",
-        "clevel": _LEVEL,
-        "shuffle": "shuffle" if shuffle else "noshuffle",
-        "typesize": itemsize,
-        "blocksize": CHUNK_BYTES,
-    }
-    return {"name": "blosc", "configuration": configuration}
+class Compression(NamedTuple):
+    """How hard to compress.
 
-
-def compress(chunk: NDArray[Any], *, shuffle: bool) -> bytes:
-    """The bytes of one chunk, C-contiguous and little-endian, at most `LARGEST_CHUNK`.
-
-    Args:
+    Attributes:
+        level: Blosc's, 1 to 9.
         shuffle: Whether to sort the bytes of the elements by significance before: good for numbers
-            that grow, bad for token IDs, whose repeated sequences it breaks up.
+            that grow or share their exponents, bad for token IDs, whose repeated sequences it
+            breaks up.
     """
-    mode = Blosc.SHUFFLE if shuffle else Blosc.NOSHUFFLE
-    return bytes(Blosc("zstd", _LEVEL, mode, blocksize=CHUNK_BYTES).encode(chunk))
+
+    level: int
+    shuffle: bool
+
+    def codec_json(self, itemsize: int) -> dict[str, Any]:
+        """The codec's entry in the metadata of an array."""
+        configuration = {
+            "cname": "zstd",
+            "clevel": self.level,
+            "shuffle": "shuffle" if self.shuffle else "noshuffle",
+            "typesize": itemsize,
+            "blocksize": CHUNK_BYTES,
+        }
+        return {"name": "blosc", "configuration": configuration}
+
+
+TEXTS: Final = Compression(5, shuffle=False)
+NUMBERS: Final = Compression(5, shuffle=True)
+PAYLOADS: Final = Compression(1, shuffle=True)
+
+
+def compress(chunk: NDArray[Any], how: Compression) -> bytes:
+    """The bytes of one chunk, C-contiguous and little-endian, at most `LARGEST_CHUNK`."""
+    mode = Blosc.SHUFFLE if how.shuffle else Blosc.NOSHUFFLE
+    if chunk.dtype.kind != "c":  # the types of ml_dtypes have no buffer
+        chunk = chunk.reshape(-1).view(f"u{chunk.dtype.itemsize}")
+    return bytes(Blosc("zstd", how.level, mode, blocksize=CHUNK_BYTES).encode(chunk))
 
 
 def stated_size(data: bytes) -> int:
@@ -60,6 +84,7 @@ def decompress(data: bytes, size: int) -> bytes:
     if found != size or size > LARGEST_CHUNK:
         raise ValueError(f"a compressed chunk holds {found} bytes, expected {size}")
     try:
-        return bytes(np.frombuffer(Blosc().decode(data), np.uint8).data)
+        unpacked: bytes = Blosc().decode(data)
     except RuntimeError as error:
         raise ValueError(f"a compressed chunk is damaged: {error}") from None
+    return unpacked

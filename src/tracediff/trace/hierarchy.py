@@ -11,10 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.trace.archive import ArchiveWriter
-from tracediff.trace.compression import LARGEST_CHUNK, compress
+from tracediff.trace.compression import (
+    CHUNK_BYTES,
+    LARGEST_PAYLOAD,
+    LARGEST_TEXT,
+    PAYLOADS,
+    SMALLEST_PAYLOAD,
+    TEXTS,
+    compress,
+)
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.manifest import MANIFEST, sync_folder
 from tracediff.trace.metadata import (
+    CHUNK_LIMIT,
     STRING,
     array_json,
     chunk_keys,
@@ -51,31 +60,41 @@ class Hierarchy:
         self._archive.add(key, data)
 
     def add_array(
-        self, path: str, array: NDArray[Any], data_type: str, dims: tuple[str, ...] = ()
+        self,
+        path: str,
+        array: NDArray[Any],
+        data_type: str,
+        dims: tuple[str, ...] = (),
+        *,
+        packed: bool = False,
     ) -> None:
         """Appends an array of any layout and byte order.
 
         Args:
             dims: Names of the dimensions; left out unless there is one for each.
+            packed: Compress it, unless it is too small to gain or too large to unpack.
         """
         dtype = DTYPES[data_type]
-        chunk = chunk_shape(array.shape, dtype.itemsize)
+        packed = packed and SMALLEST_PAYLOAD <= array.size * dtype.itemsize <= LARGEST_PAYLOAD
+        limit = CHUNK_BYTES if packed else CHUNK_LIMIT
+        chunk = chunk_shape(array.shape, dtype.itemsize, limit)
         names = dims if len(dims) == array.ndim else ()
-        self._describe(path, array_json(array.shape, chunk, data_type, names))
+        how = PAYLOADS if packed else None
+        self._describe(path, array_json(array.shape, chunk, data_type, names, how))
         little = np.asarray(array, dtype=dtype, order="C")
         keys = chunk_keys(array.shape, chunk)
         for key, block in zip(keys, _blocks(little, chunk), strict=True):
-            self._archive.add(f"{path}/{key}", block.reshape(-1).view(np.uint8).data)
+            data = compress(block, PAYLOADS) if packed else block.reshape(-1).view(np.uint8).data
+            self._archive.add(f"{path}/{key}", data)
 
     def add_strings(self, path: str, encoded: bytes, count: int, dims: tuple[str, ...]) -> None:
         """Appends `count` strings, encoded as Zarr's `vlen-utf8` codec does, and compresses them:
         names repeat themselves, and take a tenth."""
-        fits = len(encoded) <= LARGEST_CHUNK
-        shuffle = False if fits else None
-        self._describe(path, array_json((count,), (max(1, count),), STRING, dims, shuffle))
+        how = TEXTS if len(encoded) <= LARGEST_TEXT else None
+        self._describe(path, array_json((count,), (max(1, count),), STRING, dims, how))
         if count:
             block = np.frombuffer(encoded, np.uint8)
-            data = compress(block, shuffle=False) if fits else encoded
+            data = compress(block, how) if how else encoded
             self._archive.add(f"{path}/c/0", data)
 
     def commit(self, attributes: Mapping[str, Any]) -> int:

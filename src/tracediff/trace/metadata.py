@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tracediff.trace.compression import codec_json
+from tracediff.trace.compression import Compression
 from tracediff.trace.dtypes import DTYPES, fill_value
 
 CHUNK_LIMIT: Final = 64 << 20
@@ -29,8 +29,8 @@ def chunk_shape(shape: Sequence[int], itemsize: int, limit: int = CHUNK_LIMIT) -
         row = math.prod(chunk[axis + 1 :]) * itemsize
         if size * row <= limit:
             break
-        parts = math.ceil(size * row / limit)
-        chunk[axis] = math.ceil(size / parts) if row <= limit else 1
+        parts = math.ceil(size / max(1, limit // row))
+        chunk[axis] = math.ceil(size / parts)
     return tuple(chunk)
 
 
@@ -46,13 +46,9 @@ def array_json(
     chunk: tuple[int, ...],
     data_type: str,
     dims: tuple[str, ...] = (),
-    shuffle: bool | None = None,
+    compression: Compression | None = None,
 ) -> str:
-    """The `zarr.json` of an array of strings or of one of `dtypes.DTYPES`.
-
-    Args:
-        shuffle: Of the compression (see `compression.compress`); None where there is none.
-    """
+    """The `zarr.json` of an array of strings or of one of `dtypes.DTYPES`."""
     if data_type == STRING:
         codec: dict[str, Any] = {"name": "vlen-utf8", "configuration": {}}
         fill: Any = ""
@@ -62,7 +58,7 @@ def array_json(
             codec["configuration"] = {"endian": "little"}
         fill = fill_value(data_type)
     itemsize = 1 if data_type == STRING else DTYPES[data_type].itemsize
-    compression = [] if shuffle is None else [codec_json(itemsize, shuffle)]
+    packed = [] if compression is None else [compression.codec_json(itemsize)]
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -71,7 +67,7 @@ def array_json(
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
-        "codecs": [codec, *compression],
+        "codecs": [codec, *packed],
         "attributes": {},
         "storage_transformers": [],
     }

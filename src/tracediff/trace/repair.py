@@ -67,12 +67,13 @@ def repair(path: str | Path, output: str | Path, *, stack: str | None = None) ->
 
 def _repair(root: Path, output: str | Path, run: Run) -> Repair:
     result = Repair()
-    with TraceWriter(output, run) as first:
+    packed = bool(run.settings.get("compress"))
+    with TraceWriter(output, run, compress=packed) as first:
         for folder in sorted(root.glob(f"{SEGMENTS}/*"), key=lambda folder: folder.name):
             if not folder.name.isdecimal():
                 continue
             rank = int(folder.name)
-            writer = first if rank == 0 else TraceWriter(output, run, rank=rank)
+            writer = first if rank == 0 else TraceWriter(output, run, rank=rank, compress=packed)
             _repair_rank(root, folder, writer, result)
             if rank:
                 writer.finish()
@@ -195,7 +196,7 @@ class _Torn(HierarchyReader):
             if site is None or key.startswith("events/"):
                 continue
             try:
-                yield site, self._array(key, self._info(key), checked=True)
+                yield site, self._payload(key, self._info(key), checked=True)
             except (ValueError, KeyError):
                 continue
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.events import Event
-from tracediff.trace.compression import CHUNK_BYTES, compress
+from tracediff.trace.compression import CHUNK_BYTES, NUMBERS, TEXTS, compress
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.metadata import array_json
 from tracediff.trace.samples import (
@@ -91,9 +91,9 @@ class SampleWriter:
             self._flush()
         nodes = {pool.path: pool.finish() for pool in self._pools.values()}
         for name in COLUMNS:
-            nodes[f"{GROUP}/{name}"] = array_json((self.rows,), (ROWS,), "int64", ("row",), True)
+            nodes[f"{GROUP}/{name}"] = array_json((self.rows,), (ROWS,), "int64", ("row",), NUMBERS)
         shape, chunk = (self.rows, DIGEST_SIZE), (ROWS, DIGEST_SIZE)
-        nodes[f"{GROUP}/digest"] = array_json(shape, chunk, "uint8", ("row", "byte"), False)
+        nodes[f"{GROUP}/digest"] = array_json(shape, chunk, "uint8", ("row", "byte"), TEXTS)
         return nodes, {"rows": self.rows, "variants": self._documents}
 
     @property
@@ -131,9 +131,9 @@ class SampleWriter:
         names = [document["step"] for document in self._documents]
         self._root.add(columns["sample"], columns["variant"].astype(np.int32), names, digest)
         for name, column in columns.items():
-            self._add(f"{GROUP}/{name}/c/{self._chunks}", compress(_padded(column), shuffle=True))
+            self._add(f"{GROUP}/{name}/c/{self._chunks}", compress(_padded(column), NUMBERS))
             del self._columns[name][:]
-        chunk = compress(_padded(digest), shuffle=False)
+        chunk = compress(_padded(digest), TEXTS)
         self._add(f"{GROUP}/digest/c/{self._chunks}/0", chunk)
         self._digests.clear()
         self._chunks += 1
@@ -178,10 +178,10 @@ class _Pool:
         if self._pending:
             self._write(self._pending.ljust(CHUNK_BYTES, b"\0"))
         chunk = (CHUNK_BYTES // itemsize,)
-        return array_json((size,), chunk, self.data_type, (self._dim,), False)
+        return array_json((size,), chunk, self.data_type, (self._dim,), TEXTS)
 
     def _write(self, chunk: bytearray) -> None:
-        data = compress(np.frombuffer(chunk, self._dtype), shuffle=False)
+        data = compress(np.frombuffer(chunk, self._dtype), TEXTS)
         self._add(f"{self.path}/c/{self._written}", data)
         self._written += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.events import Event
 from tracediff.trace import columns
 from tracediff.trace.archive import Archive
-from tracediff.trace.compression import CHUNK_BYTES, LARGEST_CHUNK, decompress, stated_size
+from tracediff.trace.compression import (
+    CHUNK_BYTES,
+    LARGEST_CHUNK,
+    LARGEST_PAYLOAD,
+    LARGEST_TEXT,
+    decompress,
+    stated_size,
+)
 from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
 from tracediff.trace.sample_table import SampleTable, parse_variants
@@ -66,16 +73,27 @@ class HierarchyReader:
         if checked:
             for key in keys:
                 self.archive.check(key)
-        blocks = [_block(self.archive, key, info) for key in keys]
-        if len(blocks) == 1 and info.chunk == info.shape:
-            return blocks[0]
+        blocks = (_block(self.archive, key, info) for key in keys)
+        if len(keys) == 1 and info.chunk == info.shape:
+            return next(blocks)
         return _assemble(blocks, info)
+
+    def _payload(self, path: str, info: ArrayInfo, checked: bool = False) -> NDArray[Any]:
+        """As `_array`, of an array that may be compressed as far as the format allows it."""
+        size = math.prod(info.shape) * info.dtype.itemsize
+        if info.compressed and size > LARGEST_PAYLOAD:
+            raise ValueError(f"{path} is compressed and {size} bytes long, which is too large")
+        return self._array(path, info, checked)
 
     def _chunks(self, info: ArrayInfo) -> list[str]:
         """Keys of the chunks, after checking that the file can hold so many."""
         count = math.prod(-(-n // part) for n, part in zip(info.shape, info.chunk, strict=True))
-        least = count if info.compressed else math.prod(info.shape) * info.dtype.itemsize
-        if least > self.archive.size or (info.compressed and info.chunk_bytes > LARGEST_CHUNK):
+        least = 0 if info.compressed else math.prod(info.shape) * info.dtype.itemsize
+        if (
+            count > len(self.archive.entries)
+            or least > self.archive.size
+            or (info.compressed and info.chunk_bytes > LARGEST_CHUNK)
+        ):
             raise ValueError(f"an array of shape {info.shape} does not fit into the file")
         return chunk_keys(info.shape, info.chunk)
 
@@ -132,7 +150,7 @@ class SegmentReader(HierarchyReader):
                     f"{event.site} is {event.dtype} {event.shape}, and its payload is "
                     f"{info.data_type} {info.shape}"
                 )
-            return self._array(path, info)
+            return self._payload(path, info)
 
     def check_metadata(self) -> None:
         """Checks that the consolidated metadata is that of the nodes.
@@ -208,8 +226,10 @@ class SegmentReader(HierarchyReader):
             data = self.archive.read(f"{path}/c/0")
             self.column_bytes += len(data)
             if info.compressed:
-                data = decompress(data, stated_size(data))
+                data = decompress(data, min(stated_size(data), LARGEST_TEXT))
             return columns.decode_strings(data, self._count)
+        if info.compressed:  # so that their number is bounded by the size of the file
+            raise ValueError(f"column {name} is compressed")
         array = self._array(path, info, checked=True)
         self.column_bytes += array.nbytes
         return array
@@ -248,7 +268,7 @@ def _block(archive: Archive, key: str, info: ArrayInfo) -> NDArray[Any]:
     return flat.reshape(info.chunk)
 
 
-def _assemble(blocks: list[NDArray[Any]], info: ArrayInfo) -> NDArray[Any]:
+def _assemble(blocks: Iterable[NDArray[Any]], info: ArrayInfo) -> NDArray[Any]:
     """Puts the chunks of an array together, dropping what pads the last ones."""
     whole = np.empty(info.shape, info.dtype)
     corners = np.ndindex(

@@ -36,12 +36,15 @@ def snapshot_files(root: Path) -> dict[int, Path]:
     return dict(sorted((int(f.stem), f) for f in files if f.stem.isascii() and f.stem.isdecimal()))
 
 
-def write_snapshot(root: Path, step: int, tree: Tree, keep: int | None = None) -> list[str]:
+def write_snapshot(
+    root: Path, step: int, tree: Tree, keep: int | None = None, *, packed: bool = False
+) -> list[str]:
     """Writes a snapshot under a temporary name, waits for the disk and renames it.
 
     Args:
         step: The step that comes next.
         keep: How many snapshots stay, the latest ones; the others are removed. None keeps all.
+        packed: Compress the arrays.
 
     Returns:
         Places in the tree whose values no snapshot can hold: they were left out.
@@ -49,7 +52,7 @@ def write_snapshot(root: Path, step: int, tree: Tree, keep: int | None = None) -
     folder = root / SNAPSHOTS
     folder.mkdir(exist_ok=True)
     file = Hierarchy(folder / f"{step:08d}.zip")
-    packer = _Packer(file)
+    packer = _Packer(file, packed)
     try:
         packed = packer.pack(tree, "")
         # In ASCII and as one string: infinities and NaN are no JSON in the eyes of other readers.
@@ -78,8 +81,9 @@ def read_snapshot(root: Path, step: int) -> Tree:
 
 
 class _Packer:
-    def __init__(self, file: Hierarchy) -> None:
+    def __init__(self, file: Hierarchy, packed: bool) -> None:
         self._file = file
+        self._packed = packed
         self.lost: list[str] = []
 
     def pack(self, value: Any, place: str) -> Any:
@@ -104,7 +108,7 @@ class _Packer:
 
     def _store(self, array: NDArray[Any]) -> str:
         path = f"arrays/{len(self._file.nodes)}"
-        self._file.add_array(path, array, storable(array.dtype))
+        self._file.add_array(path, array, storable(array.dtype), packed=self._packed)
         return path
 
 
@@ -131,7 +135,7 @@ class _SnapshotReader(HierarchyReader):
             path = str(value[_ARRAY])
             if f"{path}/{MANIFEST}" not in self.archive.entries:
                 raise ValueError(f"it lacks the array {path}")
-            return self._array(path, self._info(path), checked=True)
+            return self._payload(path, self._info(path), checked=True)
         if _TUPLE in value:
             return tuple(self._unpack(item) for item in value[_TUPLE])
         if _ITEMS in value:

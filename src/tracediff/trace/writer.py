@@ -60,6 +60,7 @@ class TraceWriter:
         *,
         overwrite: bool = False,
         rank: int = 0,
+        compress: bool = False,
         on_refusal: Callable[[str], None] | None = None,
     ) -> None:
         """Creates the trace, with status `recording`.
@@ -70,6 +71,7 @@ class TraceWriter:
                 the new one has its manifest.
             rank: Rank of this process. Rank 0 creates the trace and owns its manifest, others
                 join it.
+            compress: Compress payloads and snapshots, for archives: their digests are the same.
             on_refusal: Called once with one sentence when the file system refuses a write, such as
                 on a full disk; from then on nothing is written and nothing raised. By default the
                 error is raised.
@@ -83,6 +85,7 @@ class TraceWriter:
         self.place = str(path)
         self.run = replace(run, status="recording", error=None)
         self.rank = rank
+        self._compress = compress
         self._root = self.path.resolve()
         self._pid = os.getpid()
         self._segment: Segment | None = None
@@ -130,7 +133,7 @@ class TraceWriter:
         self._check(event, payload)
         with self._whole_steps():
             if self._segment is None:
-                self._segment = Segment(self._folder, event.site.step, self.rank)
+                self._segment = Segment(self._folder, event.site.step, self.rank, self._compress)
             self._segment.add(event, payload)
 
     def commit_step(self) -> None:
@@ -188,7 +191,7 @@ class TraceWriter:
         """
         if not self.rank and os.getpid() == self._pid and not self._gave_up():
             with self._whole_steps():
-                lost = write_snapshot(self._root, step, tree, keep)
+                lost = write_snapshot(self._root, step, tree, keep, packed=self._compress)
                 self._publish(snapshot_files(self._root)[step])
                 return lost
         return []
@@ -332,10 +335,11 @@ class TraceWriter:
 class Segment:
     """One step while it is written: its events' columns, and their payloads."""
 
-    def __init__(self, folder: Path, step: int, rank: int) -> None:
+    def __init__(self, folder: Path, step: int, rank: int, compress: bool = False) -> None:
         self.step = step
         self.rank = rank
         self.events: list[Event] = []
+        self._compress = compress
         self._file = Hierarchy(folder / f"{step:08d}.zip")
         self._stored: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
         self.samples = SampleWriter(self._file.add_chunk)
@@ -362,7 +366,7 @@ class Segment:
         key = self._stored.get(identity)
         if key is None:
             key = self._stored[identity] = self._free_key(event)
-            self._file.add_array(key, payload, event.dtype, event.dims)
+            self._file.add_array(key, payload, event.dtype, event.dims, packed=self._compress)
         return key
 
     def commit(self) -> int:
