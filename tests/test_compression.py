@@ -172,14 +172,25 @@ def test_what_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
         trace.array(trace.find(SITE))
 
 
-@pytest.mark.parametrize("name", ["digest", "fingerprint", "order"])
-def test_the_number_of_events_is_bounded_by_the_size_of_the_file(tmp_path: Path, name: str) -> None:
+def test_the_number_of_events_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
+    """Digests are 16 bytes of the file for each event; all other columns may be compressed."""
     path = build_trace(tmp_path / "t", [(SITE, weights())])
-    codec = PAYLOADS.codec_json(8)
-    rewrite(
-        path,
-        {f"events/{name}/zarr.json": lambda d: {**d, "codecs": [*d["codecs"], codec]}},
-        step=0,
-    )
-    with Trace(path) as trace, pytest.raises(CorruptTraceError, match=f"{name} is compressed"):
+    codec = PAYLOADS.codec_json(1)
+    document = {"events/digest/zarr.json": lambda d: {**d, "codecs": [*d["codecs"], codec]}}
+    rewrite(path, document, step=0)
+    with Trace(path) as trace, pytest.raises(CorruptTraceError, match="digest is compressed"):
+        trace.events()
+
+
+def test_more_events_than_the_file_can_hold_are_refused_first(tmp_path: Path) -> None:
+    path = build_trace(tmp_path / "t", [(SITE, weights())])
+    count = 1 << 22
+
+    def promised(document: dict[str, Any]) -> dict[str, Any]:
+        document["attributes"]["tracediff"]["events"] = count
+        return document
+
+    shape = {"events/digest/zarr.json": lambda d: {**d, "shape": [count, 16]}}
+    rewrite(path, {"zarr.json": promised} | shape, step=0)
+    with Trace(path) as trace, pytest.raises(CorruptTraceError, match="does not fit into the file"):
         trace.events()

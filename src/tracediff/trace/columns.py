@@ -53,7 +53,12 @@ _LAYOUT: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
     "sketch_index": ("int64", ()),
 }
 
-COLUMNS: Final = tuple(sorted((*STRING_COLUMNS, *_LAYOUT)))
+COLUMNS: Final = ("digest", *sorted({*STRING_COLUMNS, *_LAYOUT} - {"digest"}))
+"""In the order in which they are read: digests bound the number of events."""
+
+PACKED: Final = frozenset(_LAYOUT) - {"digest"}
+"""Columns of numbers that are compressed. Digests cannot be, and bound the number of events that a
+file may promise by its size."""
 
 DIMS: Final[Mapping[str, tuple[str, ...]]] = {
     "digest": ("event", "byte"),

@@ -228,10 +228,11 @@ class SegmentReader(HierarchyReader):
             if info.compressed:
                 data = decompress(data, min(stated_size(data), LARGEST_TEXT))
             return columns.decode_strings(data, self._count)
-        if info.compressed:  # so that their number is bounded by the size of the file
+        if info.compressed and name not in columns.PACKED:
             raise ValueError(f"column {name} is compressed")
-        array = self._array(path, info, checked=True)
-        self.column_bytes += array.nbytes
+        array = self._payload(path, info, checked=True)
+        keys = (f"{path}/{key}" for key in self._chunks(info))
+        self.column_bytes += sum(self.archive.entries[key].size for key in keys)
         return array
 
 

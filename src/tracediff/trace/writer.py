@@ -407,7 +407,8 @@ class Segment:
             if isinstance(column, list):
                 self._file.add_strings(path, columns.encode_strings(column), len(column), dims)
             else:
-                self._file.add_array(path, column, column.dtype.name, dims)
+                packed = name in columns.PACKED
+                self._file.add_array(path, column, column.dtype.name, dims, packed=packed)
 
 
 def _put(new: Path, root: Path, *, replacing: bool) -> None:
