@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from tracediff.bisection import bisect, divergent_operation, operation_options
+from tracediff.bisection import bisect, divergent_operation, operation_options, sentence
 from tracediff.errors import ScriptError, UsageError
 from tracediff.verdict import Verdict
 
@@ -89,7 +89,7 @@ def deepen(
         traces = [folder / f"{side}.zarr" for side in SIDES]
         for done, (side, script, trace) in enumerate(zip(SIDES, both, traces, strict=True)):
             _tell(progress, f"recording the {side}", done)
-            _record(script, trace, ())
+            record(script, trace, ())
         _tell(progress, "comparing", 2)
         verdict = bisect(*traces, **options)
         extra = operation_options(verdict.first)
@@ -98,11 +98,26 @@ def deepen(
             sides = zip(SIDES, both, deep, strict=True)
             for done, (side, script, trace) in enumerate(sides, start=2):
                 _tell(progress, f"recording the operations of the {side}", done)
-                _record(script, trace, extra[side])
+                record(script, trace, extra[side])
             _tell(progress, "comparing operations", 4)
             verdict = _named(verdict, deep, options)
     # Traces that are gone cannot be looked at.
     return verdict if keep else replace(verdict, next_command="")
+
+
+def record(script: Script, trace: Path, options: Sequence[str]) -> None:
+    """Records a script in a process of its own, with options of `tracediff record`.
+
+    Raises:
+        ScriptError: It failed; the message is the last line that it wrote.
+    """
+    # -P: without it, -m would put the working directory on the script's import path.
+    command = [sys.executable, "-Pm", "tracediff", "record", "-o", str(trace), *options]
+    command += ["--", script.path, *script.args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ScriptError(lines[-1], status=done.returncode)
 
 
 def _named(verdict: Verdict, deep: Sequence[Path], options: Mapping[str, Any]) -> Verdict:
@@ -112,19 +127,8 @@ def _named(verdict: Verdict, deep: Sequence[Path], options: Mapping[str, Any]) -
     if found is None:
         note = f"no operation of {first.path} errs by itself at step {first.step}"
         return replace(verdict, warnings=(*verdict.warnings, note))
-    reason = f"{verdict.reason}; the operation is {found.op['baseline']} | {found.op['target']}"
-    merged = replace(found, settings=first.settings, pattern=found.pattern or first.pattern)
-    return replace(verdict, first=merged, reason=reason)
-
-
-def _record(script: Script, trace: Path, options: Sequence[str]) -> None:
-    # -P: without it, -m would put the working directory on the script's import path.
-    command = [sys.executable, "-Pm", "tracediff", "record", "-o", str(trace), *options]
-    command += ["--", script.path, *script.args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ScriptError(lines[-1], status=done.returncode)
+    merged = replace(found, settings=(*found.settings, *first.settings))
+    return replace(verdict, first=merged, reason=sentence(merged))
 
 
 def _tell(progress: Progress | None, what: str, done: int) -> None:

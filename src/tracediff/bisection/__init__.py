@@ -2,5 +2,14 @@
 
 from tracediff.bisection.descent import Progress, SiteRow, bisect, diff, divergent_operation
 from tracediff.bisection.localised import operation_options
+from tracediff.bisection.sentences import sentence
 
-__all__ = ["Progress", "SiteRow", "bisect", "diff", "divergent_operation", "operation_options"]
+__all__ = [
+    "Progress",
+    "SiteRow",
+    "bisect",
+    "diff",
+    "divergent_operation",
+    "operation_options",
+    "sentence",
+]

@@ -19,6 +19,7 @@ from tracediff.bisection.options import Options
 from tracediff.bisection.recorder_faults import recorder_fault
 from tracediff.bisection.rendered import unseen
 from tracediff.bisection.rendering_notes import notes
+from tracediff.bisection.sentences import sentence
 from tracediff.events import STAGES
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
@@ -68,7 +69,7 @@ class Assembly:
         if self._steps:
             events = self._traces[0].events(self._steps[0].number, samples=False)
             hidden = not_exercised(self._traces[0], events)
-            self._warnings += [f"not exercised: {sentence}" for sentence in hidden]
+            self._warnings += [f"not exercised: {reason}" for reason in hidden]
             self._warnings += notes(self._traces, [step.number for step in self._steps])
         covered = coverage(self._steps, self._samples)
         unmatched = missing.groups(step.alignment for step in self._steps)
@@ -121,7 +122,7 @@ class Assembly:
             )
         gap = self._missing_steps()
         if gap is not None:
-            return "diverged", _sentence(gap), gap
+            return "diverged", sentence(gap), gap
         if covered < self._options.min_coverage:
             reason = (
                 f"coverage: only {covered:.1%} of the events of the side that has fewer could be "
@@ -147,7 +148,7 @@ class Assembly:
     ) -> tuple[str, str, Divergence]:
         found = circumstances.told(found, first, self._steps)
         found = blame.assign(found, first, self._traces)
-        return "diverged", _sentence(found), found
+        return "diverged", sentence(found), found
 
     def _missing_steps(self) -> Divergence | None:
         """Steps that a finished run should have and has not."""
@@ -246,12 +247,13 @@ class Assembly:
         again = operation_options(found)
         scripts = [_script(trace) for trace in self._traces]
         if again is not None and all(scripts):
-            sides = zip(("baseline", "target"), scripts, strict=True)
-            record = [
-                ["tracediff", "record", "-o", f"{side}-op.zarr", *again[side], "--", *argv]
-                for side, argv in sides
+            names = [f"{side}-op.zarr" for side in ("baseline", "target")]
+            commands = [
+                ["tracediff", "record", "-o", name, *again[side], "--", *argv]
+                for name, side, argv in zip(names, ("baseline", "target"), scripts, strict=True)
             ]
-            return " && ".join(map(shlex.join, record))
+            commands.append(["tracediff", "bisect", *names])
+            return " && ".join(map(shlex.join, commands))
         if found.stage in ("forward", "loss", "backward"):
             return shlex.join(["tracediff", "show", target, found.target_site or found.site])
         options = ["--stage", found.stage, "--step", str(found.step)]
@@ -338,24 +340,6 @@ def _passed_over(judged: Judged) -> str:
     return (
         f"healed: {site} differs by {judged.error.rel_l2:.1e}, everything computed from it agrees"
     )
-
-
-def _sentence(found: Divergence) -> str:
-    what = {
-        "missing": "is missing in the target",
-        "extra": "is only in the target",
-        "order": "comes in another order",
-        "shape": "differs in shape",
-        "nonfinite": "is not finite on one side",
-        "text": "differs in text",
-        "ids": "differs in token IDs",
-        "labels": "differs in labels",
-        "setting": "is set differently",
-    }.get(found.kind, f"differs by {found.error.rel_l2:.1e}")
-    bound = f" where rounding explains {found.bound.rel_l2:.1e}" if found.bound else ""
-    meaning = f": {found.meaning}" if found.meaning else ""
-    place = f"step {found.step}, {found.stage}, {found.path}"
-    return f"first divergence at {place}: it {what}{bound}{meaning}"
 
 
 def _script(trace: Trace) -> list[str]:

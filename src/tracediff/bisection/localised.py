@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align import Alignment
-from tracediff.align.flow import is_operation, module_of
+from tracediff.align.flow import is_operation, module_of, name_of
 from tracediff.align.names import parent
+from tracediff.bisection.findings import Finding
 from tracediff.bisection.inheritance import Judged
-from tracediff.bisection.operations import Finding, OperationJudge
+from tracediff.bisection.operations import OperationJudge
 from tracediff.bisection.options import Options
 from tracediff.bisection.spans import Check, Span
 from tracediff.compare.figures import largest_deviations, measure
@@ -23,6 +24,8 @@ from tracediff.trace import Trace
 from tracediff.verdict import Bound, Divergence, OperationSpan, SpanOperation
 
 OPERATION_STAGES: Final = ("forward", "loss", "backward", "optimizer")
+
+SIDES: Final = ("baseline", "target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,7 @@ def first_operation(
         override = options.tolerance(found.site)
         values = judge.values(finding.pair)
         if override is None or values is None or not override.accepts(*values):
-            events_of = [
-                culprit or value.event
-                for culprit, value in zip(
-                    finding.culprits, (finding.pair.baseline, finding.pair.target), strict=True
-                )
-            ]
-            return Localised(found, (events_of[0].order, events_of[1].order))
+            return Localised(found, _orders(finding))
     return None
 
 
@@ -90,31 +87,45 @@ def earlier(
     return found if before else first
 
 
+def _orders(finding: Finding) -> tuple[int, int]:
+    """When each side executes what a finding is about."""
+    exits = finding.pair.baseline.event, finding.pair.target.event
+    found = [culprit or exit_ for culprit, exit_ in zip(finding.culprits, exits, strict=True)]
+    if finding.lacking is not None and finding.user is not None:
+        found[finding.lacking] = finding.user
+    return found[0].order, found[1].order
+
+
 def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
     exits = finding.pair.baseline.event, finding.pair.target.event
     named = [judge.counterpart(finding, side) for side in (0, 1)]
     a, b = (event or exit_ for event, exit_ in zip(named, exits, strict=True))
+    issued = [a, b]  # the side that lacks the operation has the one that would use its result
+    if finding.lacking is not None and finding.user is not None:
+        issued[finding.lacking] = finding.user
+    has = [side for side in (0, 1) if side != finding.lacking]
     found = Divergence(
         stage=a.site.phase,
         step=a.site.step,
         site=str(a.site),
-        path=module_of(a),
+        path=module_of((a, b)[has[0]]),
         port=a.site.port,
         kind="value",
         call=a.site.call,
         order=a.order,
         target_site=str(b.site),
-        op={"baseline": a.op, "target": b.op},
+        op={SIDES[side]: (a, b)[side].op for side in has},
         meaning=finding.note,
         origin="introduced",
         blame=finding.blame,
+        settings=_arguments(a, b),
         bound=Bound(rel_l2=finding.bound, derivation=finding.derivation),
-        where={"baseline": a.source, "target": b.source},
+        where={"baseline": issued[0].source, "target": issued[1].source},
         shapes={"baseline": a.shape, "target": b.shape},
         span=OperationSpan(
             baseline=_operations(finding.spans[0], 0, finding.checks),
             target=_operations(finding.spans[1], 1, finding.checks),
-            inputs=judge.inputs_of(finding),
+            inputs=tuple((str(x.event.site), str(y.event.site)) for x, y in finding.inputs),
             matched_by=finding.pair.matched_by,
         ),
     )
@@ -130,6 +141,24 @@ def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
         meaning = "; ".join(part for part in (finding.note, pattern.meaning) if part)
         found = replace(found, pattern=pattern.name, detail=dict(pattern.detail), meaning=meaning)
     return replace(found, error=error, deviations=largest_deviations(*values))
+
+
+def _arguments(a: Event, b: Event) -> tuple[tuple[str, Any, Any], ...]:
+    """Arguments of one operation that the two sides give other values."""
+    if name_of(a) != name_of(b):
+        return ()
+    args = [event.attributes.get("args", {}) for event in (a, b)]
+    operands = [event.attributes.get("operands", ()) for event in (a, b)]
+    found = [(name, value, args[1][name]) for name, value in args[0].items() if name in args[1]]
+    if len(operands[0]) == len(operands[1]):
+        found += [
+            (f"operand {number}", *pair)
+            for number, pair in enumerate(zip(*operands, strict=True), start=1)
+            if None not in pair
+        ]
+    return tuple(
+        (f"{name_of(a)} {name}", before, after) for name, before, after in found if before != after
+    )
 
 
 def _operations(

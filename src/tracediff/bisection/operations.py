@@ -9,8 +9,7 @@ came in. See docs/deciding.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +20,8 @@ from tracediff.align.fingerprints import distance, tolerance
 from tracediff.align.flow import Flow, Value, name_of
 from tracediff.align.names import Rules
 from tracediff.align.operations import ValuePair, align_operations
+from tracediff.bisection.findings import Finding
+from tracediff.bisection.narrowing import narrow
 from tracediff.bisection.spans import (
     Check,
     Engine,
@@ -53,30 +54,6 @@ _LEFT: Final = 1e-3
 """The part of an error that may be left where it has healed; more is dilution."""
 
 Mask = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The first pair of spans whose inputs agree and whose outputs do not.
-
-    Attributes:
-        culprits: The operation that errs, on each side; None where none does by itself.
-        checks: Every operation of both spans that has a formula.
-        error: Unexplained difference over the norm of the baseline's value.
-        bound: What rounding explains of it, in the same unit.
-        blame: baseline, target, both or undecided.
-        note: One sentence on what was found.
-    """
-
-    pair: ValuePair
-    spans: tuple[Span, Span]
-    culprits: tuple[Event | None, Event | None]
-    checks: Mapping[tuple[int, int], Check]
-    error: float
-    bound: float
-    derivation: str
-    blame: str
-    note: str
 
 
 class OperationJudge:
@@ -125,7 +102,7 @@ class OperationJudge:
         """Both values of a pair in the layout of the baseline's first event."""
         a = self._engines[0].array(pair.baseline.event)
         b = self._engines[1].array(pair.target.event)
-        layout = self._lay_over(pair.baseline)
+        layout = find_layout(a, b) if a is not None and b is not None else None
         return None if a is None or b is None or layout is None else (a, layout.apply(b))
 
     def counterpart(self, finding: Finding, side: int) -> Event | None:
@@ -142,13 +119,6 @@ class OperationJudge:
             e for e in partner.members if (name_of(e), e.shape) == (name_of(other), other.shape)
         ]
         return next(iter(alike), partner.event)
-
-    def inputs_of(self, finding: Finding) -> tuple[tuple[str, str], ...]:
-        """Sites of the paired values that the spans start from, on both sides."""
-        return tuple(
-            (str(value.event.site), str(self._partner[0][value].event.site))
-            for value in finding.spans[0].frontier
-        )
 
     def _heals(self, pair: ValuePair, error: float) -> bool:
         """Whether next to nothing is left of an error in what is computed from a pair: it was
@@ -348,10 +318,11 @@ class _Case:
         culprits = [check.event if check else None for check in found]
         worst = max((check for check in found if check), key=lambda check: check.ratio)
         blame = "both" if all(real) else "baseline" if real[0] else "target"
-        note = f"{worst.event.op} is {worst.error:.1e} from its float64 formula on its own inputs"
+        note = f"{worst.event.op} does not give what its formula gives on its own recorded inputs"
         return Finding(
             pair=self.pair,
             spans=self.spans,
+            inputs=self._inputs(),
             culprits=(culprits[0], culprits[1]),
             checks=self.checks,
             error=worst.error,
@@ -363,8 +334,9 @@ class _Case:
 
     def _other_formula(self, scale: float) -> Finding | None:
         """Both sides compute what their operations say; do they say the same?"""
+        given = self._given(1)
         own = self.engines[0].evaluate(self.spans[0])
-        other = self.engines[1].evaluate(self.spans[1], self._given(1))
+        other = self.engines[1].evaluate(self.spans[1], given)
         layout = self.lay_over(self.pair.baseline)
         if own is None or other is None or layout is None:
             return None
@@ -372,8 +344,9 @@ class _Case:
         bound = self._constants()
         if apart <= bound:
             return None
-        note = "each side follows its own formula, and the two are not the same"
-        return self._undecided(apart, bound, "the same inputs in float64", note)
+        note = "each side keeps to its own formula, but the two formulas are not the same"
+        found = self._undecided(apart, bound, "the same inputs in float64", note)
+        return found.narrowed(narrow(self.spans, self.engines, given, self.partner, bound))
 
     def _constants(self) -> float:
         """What two spans may differ by on the same inputs: rounding of constants, and of what lies
@@ -435,10 +408,14 @@ class _Case:
         wide = a.astype(np.float64)
         return norm(difference(wide, b.astype(np.float64))) / (norm(wide) or 1.0)
 
+    def _inputs(self) -> tuple[tuple[Value, Value], ...]:
+        return tuple((v, self.partner[0][v]) for v in self.spans[0].frontier)
+
     def _undecided(self, error: float, bound: float, derivation: str, note: str) -> Finding:
         return Finding(
             pair=self.pair,
             spans=self.spans,
+            inputs=self._inputs(),
             culprits=(None, None),
             checks=self.checks,
             error=error,

@@ -253,8 +253,15 @@ def _by_relation(relation: Relation) -> Ruling:
     distances = {
         f"distance_{name}": of.distance for name, of in zip(_SIDES, trial.sides, strict=True)
     }
-    blame = _SIDES[trial.holding.index(False)]
-    note = f"the other side satisfies {relation.derivation}"
+    wrong = trial.holding.index(False)
+    blame = _SIDES[wrong]
+    sources = " and ".join(
+        str((pair.baseline, pair.target)[1 - wrong].site) for pair in relation.sources.values()
+    )
+    note = (
+        f"in the {_SIDES[1 - wrong]} it is what {relation.derivation} makes of {sources}, "
+        f"in the {blame} it is not"
+    )
     return replace(found, blame=blame, evidence=distances, note=note)
 
 

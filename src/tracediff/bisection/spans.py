@@ -8,7 +8,7 @@ needs. `Engine` recomputes what a span computes, from what was recorded or from 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
@@ -48,7 +48,7 @@ class Span:
     frontier: tuple[Value, ...]
 
 
-def span_of(value: Value, paired: Mapping[Value, Any]) -> Span:
+def span_of(value: Value, paired: Container[Value]) -> Span:
     """The span of a value back to the nearest paired ones."""
     events, frontier, seen, waiting = list(value.members), [], {value}, list(value.inputs)
     while waiting:
@@ -124,8 +124,14 @@ class Engine:
             derivation=exact.derivation,
         )
 
-    def recompute(self, event: Event, inputs: list[Any]) -> Replayed | None:
-        """The formula of an operation on given inputs."""
+    def recompute(
+        self, event: Event, inputs: list[Any], shape: tuple[int, ...] | None = None
+    ) -> Replayed | None:
+        """The formula of an operation on given inputs.
+
+        Args:
+            shape: Of the result, where it is not that of the event.
+        """
         if is_leaf(event) or event.site.port == GRADIENT:
             return None
         return _reference().recompute(
@@ -137,7 +143,7 @@ class Engine:
                 args=event.attributes.get("args", {}),
                 output=output_of(event),
                 outputs=self.flow.outputs[call_of(event)],
-                shape=event.shape,
+                shape=event.shape if shape is None else shape,
                 dtype=event.dtype,
             )
         )
@@ -160,6 +166,15 @@ class Engine:
         Returns:
             The exit in the layout of its first event; None where a formula is missing on the way.
         """
+        return self.values(span, given, kept)[span.exit.event.order]
+
+    def values(
+        self,
+        span: Span,
+        given: Mapping[Value, NDArray[Any]] | None = None,
+        kept: Event | None = None,
+    ) -> dict[int, NDArray[Any] | None]:
+        """As `evaluate`, with all values on the way, by the order of their event."""
         known: dict[int, NDArray[Any] | None] = {}
         for value, array in (given or {}).items():
             known[value.event.order] = array
@@ -167,16 +182,18 @@ class Engine:
         first = {value.event.order for value in span.frontier}
         if kept is not None:
             known[kept.order] = self.array(kept)
-        return self._value(span.exit.event.order, known, inside, first)
+        self._add(span.exit.event.order, known, inside, first)
+        return known
 
-    def _value(
+    def _add(
         self,
         order: int,
         known: dict[int, NDArray[Any] | None],
         inside: set[int],
         frontier: set[int],
-    ) -> NDArray[Any] | None:
-        """The value of an event, recomputed inside the span and in layouts of its frontier.
+    ) -> None:
+        """Adds the value of an event, recomputed inside the span and in layouts of its frontier,
+        and those that it needs.
 
         Integers and booleans are taken as they were recorded: they choose, and are judged
         elsewhere.
@@ -202,7 +219,6 @@ class Engine:
             arrays = [known[each] for each in inputs]
             found = None if any(a is None for a in arrays) else self.recompute(event, arrays)
             known[current] = found.value if found is not None else None
-        return known[order]
 
 
 def is_float(event: Event) -> bool:
