@@ -12,9 +12,8 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 ALIGNMENT: Final = 64
 
@@ -24,6 +23,7 @@ _END: Final = struct.Struct("<4s4H2IH")
 _END64: Final = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR: Final = struct.Struct("<4sIQI")
 _EXTRA: Final = struct.Struct("<2H")
+_ALIGNED: Final = struct.Struct("<3H")
 _LOCAL_SIGNATURE: Final = b"PK\3\4"
 _CENTRAL_SIGNATURE: Final = b"PK\1\2"
 _END_SIGNATURE: Final = b"PK\5\6"
@@ -37,6 +37,8 @@ _ZIP64_ID: Final = 0x0001
 _MAX32: Final = 0xFFFFFFFF
 _MAX16: Final = 0xFFFF
 _MODE: Final = 0o100644 << 16
+
+_ZEROS: Final = bytes(ALIGNMENT)
 
 Bytes = bytes | memoryview
 
@@ -60,12 +62,21 @@ class ArchiveWriter:
             name: ASCII, unique within the archive.
             data: At most 4 GiB, bytes or a C-contiguous view of bytes.
         """
-        size = len(data)
-        if size >= _MAX32:
-            raise ValueError(f"entry {name} has {size} bytes: split it into chunks below 4 GiB")
-        entry = Entry(self.size, size, zlib.crc32(data))
-        self._directory[name] = entry
-        self._write(_header(name, entry), data)
+        self.add_all((name, data))
+
+    def add_all(self, *entries: tuple[str, Bytes]) -> None:
+        """Appends entries in one go."""
+        parts: list[Bytes] = []
+        at = self.size
+        for name, data in entries:
+            size = len(data)
+            if size >= _MAX32:
+                raise ValueError(f"entry {name} has {size} bytes: split it into chunks below 4 GiB")
+            entry = self._directory[name] = Entry(at, size, zlib.crc32(data))
+            header = _header(name, entry)
+            parts += header, data
+            at += len(header) + size
+        self._write(*parts)
 
     def close(self) -> None:
         """Writes the central directory, sorted by name, and waits until all is on the disk."""
@@ -89,8 +100,7 @@ class ArchiveWriter:
         self.size += total
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One line of the central directory."""
 
     offset: int
@@ -101,12 +111,11 @@ class Entry:
 def _header(name: str, entry: Entry) -> bytes:
     """The local header, padded so that the entry's bytes begin at a multiple of `ALIGNMENT`."""
     encoded = name.encode("ascii")
-    least = _EXTRA.size + 2
-    padding = -(entry.offset + _LOCAL.size + len(encoded) + least) % ALIGNMENT
-    sizes = (entry.crc, entry.size, entry.size, len(encoded), least + padding)
+    padding = -(entry.offset + _LOCAL.size + len(encoded) + _ALIGNED.size) % ALIGNMENT
+    sizes = (entry.crc, entry.size, entry.size, len(encoded), _ALIGNED.size + padding)
     fixed = _LOCAL.pack(_LOCAL_SIGNATURE, _VERSION, 0, 0, 0, _DATE, *sizes)
-    extra = _EXTRA.pack(_ALIGNMENT_ID, 2 + padding) + struct.pack("<H", ALIGNMENT)
-    return fixed + encoded + extra + bytes(padding)
+    extra = _ALIGNED.pack(_ALIGNMENT_ID, 2 + padding, ALIGNMENT)
+    return b"".join((fixed, encoded, extra, _ZEROS[:padding]))
 
 
 def _directory(entries: Mapping[str, Entry], start: int) -> bytes:

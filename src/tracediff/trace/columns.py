@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -12,34 +15,37 @@ from numcodecs import VLenUTF8  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from tracediff.events import Event, Site
+from tracediff.trace.compression import LARGEST_TEXT, TEXTS, compress
 from tracediff.trace.metadata import ArrayInfo, check_shape
 from tracediff.trace.names import escape_text, unescape_text
 from tracediff.trace.summary import FINGERPRINT_FIELDS, SKETCH_SIZE
 
 DIGEST_SIZE: Final = 16
+_NO_DIGEST: Final = bytes(DIGEST_SIZE)
+_NO_STATISTICS: Final = (float("nan"),) * len(FINGERPRINT_FIELDS)
 
 Column = NDArray[Any] | list[str]
 
-_TEXTS: Final[Mapping[str, Callable[[Event], str]]] = {
-    "phase": lambda event: event.site.phase,
-    "path": lambda event: event.site.path,
-    "port": lambda event: event.site.port,
-    "kind": lambda event: event.kind,
-    "op": lambda event: event.op,
-    "source": lambda event: event.source,
-    "dtype": lambda event: event.dtype,
-    "payload": lambda event: event.payload or "",
+_TEXTS: Final[Mapping[str, Callable[[Event], str | None]]] = {
+    "phase": attrgetter("site.phase"),
+    "path": attrgetter("site.path"),
+    "port": attrgetter("site.port"),
+    "kind": attrgetter("kind"),
+    "op": attrgetter("op"),
+    "source": attrgetter("source"),
+    "dtype": attrgetter("dtype"),
+    "payload": attrgetter("payload"),
 }
 _JSON: Final[Mapping[str, Callable[[Event], Any]]] = {
-    "shape": lambda event: event.shape,
-    "dims": lambda event: event.dims,
-    "inputs": lambda event: event.inputs,
-    "value": lambda event: event.value,
-    "attributes": lambda event: event.attributes,
+    "shape": attrgetter("shape"),
+    "dims": attrgetter("dims"),
+    "inputs": attrgetter("inputs"),
+    "value": attrgetter("value"),
+    "attributes": attrgetter("attributes"),
 }
 _INTEGERS: Final[Mapping[str, Callable[[Event], int]]] = {
-    "order": lambda event: event.order,
-    "call": lambda event: event.site.call,
+    "order": attrgetter("order"),
+    "call": attrgetter("site.call"),
 }
 
 STRING_COLUMNS: Final = (*_TEXTS, *_JSON)
@@ -69,20 +75,71 @@ DIMS: Final[Mapping[str, tuple[str, ...]]] = {
 """Dimension names of columns that have other ones than `event` alone."""
 
 
-def encode(events: Sequence[Event]) -> dict[str, Column]:
-    """Turns events into columns, strings as lists and the rest as arrays, by name."""
-    columns: dict[str, Column] = {}
-    for name, text_of in _TEXTS.items():
-        columns[name] = [escape_text(text_of(event)) for event in events]
-    for name, value_of in _JSON.items():
-        columns[name] = [_dump(name, value_of(event)) for event in events]
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A column of strings as it is stored.
+
+    Attributes:
+        packed: Whether `data` is compressed.
+    """
+
+    data: bytes
+    packed: bool
+
+
+class Encoder:
+    """Encodes the columns of strings of one step after the other.
+
+    Steps repeat themselves: a column that holds what it held in the step before is not encoded and
+    compressed again.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, tuple[list[Any], Texts]] = {}
+
+    def encode(self, events: Sequence[Event]) -> dict[str, Texts]:
+        """The columns of strings, by name."""
+        columns = {
+            name: self._column(name, list(map(text_of, events)), _escaped)
+            for name, text_of in _TEXTS.items()
+        }
+        for name, value_of in _JSON.items():
+            rows = list(map(value_of, events))
+            if name in _ITEMS:
+                columns[name] = self._column(name, rows, _dump_tuple)
+            else:  # equal values need not have equal JSON: 1 and true
+                columns[name] = self._column(name, [_dump(name, row) for row in rows], str)
+        return columns
+
+    def _column(self, name: str, rows: list[Any], text_of: Callable[[Any], str]) -> Texts:
+        latest = self._latest.get(name)
+        if latest is None or latest[0] != rows:
+            latest = self._latest[name] = rows, _packed([text_of(row) for row in rows])
+        return latest[1]
+
+
+def _escaped(text: str | None) -> str:
+    return escape_text(text) if text else ""
+
+
+def _packed(texts: Sequence[str]) -> Texts:
+    """Compressed, as names repeat themselves and take a tenth."""
+    encoded = encode_strings(texts)
+    if len(encoded) > LARGEST_TEXT:
+        return Texts(encoded, packed=False)
+    return Texts(compress(np.frombuffer(encoded, np.uint8), TEXTS), packed=True)
+
+
+def numbers(events: Sequence[Event]) -> dict[str, NDArray[Any]]:
+    """The columns of numbers, by name."""
+    columns: dict[str, NDArray[Any]] = {}
     for name, integer_of in _INTEGERS.items():
-        columns[name] = np.array([integer_of(event) for event in events], dtype="<i8")
-    digests = b"".join(event.digest or bytes(DIGEST_SIZE) for event in events)
+        columns[name] = np.fromiter(map(integer_of, events), "<i8", len(events))
+    digests = b"".join([event.digest or _NO_DIGEST for event in events])
     columns["digest"] = np.frombuffer(digests, np.uint8).reshape(len(events), DIGEST_SIZE)
-    none = (float("nan"),) * len(FINGERPRINT_FIELDS)
-    statistics = [event.fingerprint or none for event in events]
-    columns["fingerprint"] = np.array(statistics, "<f8").reshape(-1, len(FINGERPRINT_FIELDS))
+    statistics = chain.from_iterable([event.fingerprint or _NO_STATISTICS for event in events])
+    width = len(FINGERPRINT_FIELDS)
+    columns["fingerprint"] = np.fromiter(statistics, "<f8", width * len(events)).reshape(-1, width)
     kept = [(index, event.sketch) for index, event in enumerate(events) if event.sketch is not None]
     columns["sketch_index"] = np.array([index for index, _ in kept], dtype="<i8")
     columns["sketch"] = np.array([row for _, row in kept], "<f8").reshape(-1, SKETCH_SIZE)
@@ -90,7 +147,7 @@ def encode(events: Sequence[Event]) -> dict[str, Column]:
 
 
 def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
-    """Undoes `encode`, sorted by order.
+    """Undoes `Encoder.encode` and `numbers`, sorted by order.
 
     Args:
         columns: All of `COLUMNS`, checked by `expect` and of equal length.
@@ -168,9 +225,9 @@ def decode_strings(data: bytes, count: int) -> list[str]:
 
 def _dump(name: str, value: Any) -> str:
     """JSON in ASCII, so that lone surrogates survive; "" for what most events do not have."""
-    if value is None or (name != "value" and not value):
+    if value is None or (name == "attributes" and not value):
         return ""
-    return _dump_tuple(value) if type(value) is tuple else _encode_json(value)
+    return _encode_json(value)
 
 
 _encode_json: Final = json.JSONEncoder(separators=(",", ":")).encode
@@ -179,7 +236,7 @@ _encode_json: Final = json.JSONEncoder(separators=(",", ":")).encode
 @lru_cache(maxsize=1 << 12)
 def _dump_tuple(value: tuple[int | str, ...]) -> str:
     """Shapes, names of dimensions, edges: few different ones, and the same in every step."""
-    return _encode_json(value)
+    return _encode_json(value) if value else ""
 
 
 _ITEMS: Final[Mapping[str, type]] = {"shape": int, "dims": str, "inputs": int}

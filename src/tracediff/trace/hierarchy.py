@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.trace.archive import ArchiveWriter
+from tracediff.trace.archive import ArchiveWriter, Bytes
 from tracediff.trace.compression import (
     CHUNK_BYTES,
     LARGEST_PAYLOAD,
-    LARGEST_TEXT,
     PAYLOADS,
     SMALLEST_PAYLOAD,
     TEXTS,
@@ -75,27 +74,26 @@ class Hierarchy:
             packed: Compress it, unless it is too small to gain or too large to unpack.
         """
         dtype = DTYPES[data_type]
-        packed = packed and SMALLEST_PAYLOAD <= array.size * dtype.itemsize <= LARGEST_PAYLOAD
-        limit = CHUNK_BYTES if packed else CHUNK_LIMIT
-        chunk = chunk_shape(array.shape, dtype.itemsize, limit)
-        names = dims if len(dims) == array.ndim else ()
-        how = PAYLOADS if packed else None
-        self._describe(path, array_json(array.shape, chunk, data_type, names, how))
         little = np.asarray(array, dtype=dtype, order="C")
+        packed = packed and SMALLEST_PAYLOAD <= little.nbytes <= LARGEST_PAYLOAD
+        limit = CHUNK_BYTES if packed else CHUNK_LIMIT
+        names = dims if len(dims) == array.ndim else ()
+        chunk = chunk_shape(array.shape, dtype.itemsize, limit)
+        document = array_json(array.shape, chunk, data_type, names, PAYLOADS if packed else None)
+        blocks = [little] if chunk == array.shape else _blocks(little, chunk)
         keys = chunk_keys(array.shape, chunk)
-        for key, block in zip(keys, _blocks(little, chunk), strict=True):
-            data = compress(block, PAYLOADS) if packed else block.reshape(-1).view(np.uint8).data
-            self._archive.add(f"{path}/{key}", data)
+        data = (compress(b, PAYLOADS) if packed else _bytes_of(b) for b in blocks)
+        self._append(path, document, zip(keys, data, strict=True))
 
-    def add_strings(self, path: str, encoded: bytes, count: int, dims: tuple[str, ...]) -> None:
-        """Appends `count` strings, encoded as Zarr's `vlen-utf8` codec does, and compresses them:
-        names repeat themselves, and take a tenth."""
-        how = TEXTS if len(encoded) <= LARGEST_TEXT else None
-        self._describe(path, array_json((count,), (max(1, count),), STRING, dims, how))
-        if count:
-            block = np.frombuffer(encoded, np.uint8)
-            data = compress(block, how) if how else encoded
-            self._archive.add(f"{path}/c/0", data)
+    def add_strings(self, path: str, data: bytes, count: int, *, packed: bool) -> None:
+        """Appends a column of strings, encoded as Zarr's `vlen-utf8` codec does.
+
+        Args:
+            packed: Whether `data` is compressed.
+        """
+        how = TEXTS if packed else None
+        document = array_json((count,), (max(1, count),), STRING, ("event",), how)
+        self._append(path, document, [("c/0", data)] if count else [])
 
     def commit(self, attributes: Mapping[str, Any]) -> int:
         """Finishes the file, waits for the disk and renames it; returns its size in bytes.
@@ -115,14 +113,24 @@ class Hierarchy:
         sync_folder(self._final.parent)
         return self._archive.size
 
-    def _describe(self, path: str, document: str) -> None:
+    def _append(self, path: str, document: str, chunks: Iterable[tuple[str, Bytes]]) -> None:
+        """Appends an array's metadata and its chunks, given by their keys within the array."""
         self.nodes[path] = document
-        self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
         self._described.add(path)
+        entries = [(f"{path}/{MANIFEST}", document.encode("ascii"))]
+        for key, data in chunks:
+            self._archive.add_all(*entries, (f"{path}/{key}", data))
+            entries = []
+        if entries:  # an empty array has no chunks
+            self._archive.add_all(*entries)
 
     def abandon(self) -> None:
         """Closes and removes the file."""
         self._archive.abandon()
+
+
+def _bytes_of(block: NDArray[Any]) -> memoryview:
+    return block.reshape(-1).view(np.uint8).data
 
 
 def _blocks(array: NDArray[Any], chunk: tuple[int, ...]) -> Iterator[NDArray[Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -94,28 +95,33 @@ def step_index(
         samples: Number of rows in the table of samples, and their root.
     """
     ordered = sorted(events, key=lambda event: event.order)
-    by_phase: dict[str, list[Event]] = {}
-    for event in ordered:
-        by_phase.setdefault(event.site.phase, []).append(event)
+    identities = list(map(_identity, ordered))
+    by_phase: dict[str, list[bytes]] = {}
+    for event, identity in zip(ordered, identities, strict=True):
+        by_phase.setdefault(event.site.phase, []).append(identity)
     return StepIndex(
         step=step,
         events=len(ordered) + samples[0],
-        root=_digest(ordered, samples[1]),
+        root=_digest(identities, samples[1]),
         states={phase: _digest(by_phase[phase]) for phase in STATE_PHASES if phase in by_phase},
         scalars={
             str(event.site): event.value
-            for event in by_phase.get("trajectory", [])
-            if event.value is not None
+            for event in ordered
+            if event.value is not None and event.site.phase == "trajectory"
         },
         segment_bytes=segment_bytes,
         values=_digest(
-            (event for event in ordered if event.site.phase not in ("environment", "rng")),
+            (
+                identity
+                for event, identity in zip(ordered, identities, strict=True)
+                if event.site.phase not in ("environment", "rng")
+            ),
             samples[1],
         ),
         generators={
             event.site.path: event.digest.hex()
-            for event in by_phase.get("rng", [])
-            if event.site.port == "state"
+            for event in ordered
+            if event.site.phase == "rng" and event.site.port == "state"
         },
         counts={phase: len(found) for phase, found in sorted(by_phase.items())},
     )
@@ -152,13 +158,20 @@ def _number(step: int, digest: str) -> int:
     return int(xxhash.xxh3_128_hexdigest(f"{step}:{digest}".encode("utf-8", "replace")), 16)
 
 
-def _digest(events: Iterable[Event], samples: bytes = b"") -> str:
-    """xxh3-128 over site, dtype, shape and digest of each event, without the step's number."""
-    total = xxhash.xxh3_128()
-    for event in events:
-        site = event.site
-        head = (site.phase, site.path, site.call, site.port, event.dtype, event.shape)
-        total.update(repr(head).encode("utf-8", "backslashreplace"))
-        total.update(event.digest)
-    total.update(samples)
-    return total.hexdigest()
+def _identity(event: Event) -> bytes:
+    """Site, dtype, shape and digest of an event, without the step's number."""
+    site = event.site
+    return (
+        _head(site.phase, site.path, site.call, site.port, event.dtype, event.shape) + event.digest
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _head(*fields: Any) -> bytes:
+    """The same in every step."""
+    return repr(fields).encode("utf-8", "backslashreplace")
+
+
+def _digest(identities: Iterable[bytes], samples: bytes = b"") -> str:
+    """xxh3-128 over all of them."""
+    return xxhash.xxh3_128_hexdigest(b"".join((*identities, samples)))

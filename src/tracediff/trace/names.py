@@ -8,6 +8,7 @@ at one place, and the event columns keep the true names.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 from urllib.parse import quote, unquote
 
@@ -44,8 +45,13 @@ def node_name(name: str) -> str:
 
 def payload_key(site: Site) -> str:
     """Where the payload of a site lies inside its segment."""
-    top = site.phase if site.phase in ("rendering", "rng") else f"tensors/{node_name(site.phase)}"
-    return f"{top}/{node_name(f'{site.path}#{site.call}')}/{node_name(site.port)}"
+    return _payload_key(site.phase, f"{site.path}#{site.call}", site.port)
+
+
+@lru_cache(maxsize=1 << 13)
+def _payload_key(phase: str, called: str, port: str) -> str:
+    top = phase if phase in ("rendering", "rng") else f"tensors/{node_name(phase)}"
+    return f"{top}/{node_name(called)}/{node_name(port)}"
 
 
 def payload_site(key: str, step: int) -> Site | None:

@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 
 from tracediff.errors import NotATraceError, TraceError, TraceExistsError
 from tracediff.events import Event, Run
-from tracediff.trace import columns
+from tracediff.trace.columns import Encoder
 from tracediff.trace.dtypes import storable
-from tracediff.trace.hierarchy import Hierarchy
 from tracediff.trace.index import Prefix, StepIndex, step_index, write_index
 from tracediff.trace.manifest import (
-    FORMAT,
     INDEX,
     MANIFEST,
     SEGMENTS,
@@ -32,11 +30,9 @@ from tracediff.trace.manifest import (
     sync_folder,
     write_manifest,
 )
-from tracediff.trace.names import payload_key
-from tracediff.trace.sample_writer import SampleWriter
-from tracediff.trace.samples import GROUP
+from tracediff.trace.segment_writer import SegmentWriter
 from tracediff.trace.snapshot import Tree, snapshot_files, write_snapshot
-from tracediff.trace.summary import FINGERPRINT_FIELDS, digest, plain
+from tracediff.trace.summary import FINGERPRINT_FIELDS
 
 _OURS: Final = frozenset({MANIFEST, f".{MANIFEST}.tmp", SEGMENTS, INDEX, SNAPSHOTS})
 
@@ -87,8 +83,10 @@ class TraceWriter:
         self.rank = rank
         self._compress = compress
         self._root = self.path.resolve()
+        self._folder = self._root / SEGMENTS / str(rank)
         self._pid = os.getpid()
-        self._segment: Segment | None = None
+        self._segment: SegmentWriter | None = None
+        self._encoder = Encoder()
         self._last_step = -1
         self._committed = 0
         self._so_far = Prefix()
@@ -131,10 +129,16 @@ class TraceWriter:
         if os.getpid() != self._pid or self._gave_up():
             return
         self._check(event, payload)
-        with self._whole_steps():
-            if self._segment is None:
-                self._segment = Segment(self._folder, event.site.step, self.rank, self._compress)
-            self._segment.add(event, payload)
+        try:
+            segment = self._segment or self._open(event.site.step)
+            segment.add(event, payload)
+        except (OSError, TraceError) as error:
+            self._refuse(error)
+
+    def _open(self, step: int) -> SegmentWriter:
+        """Begins a step."""
+        self._segment = SegmentWriter(self._folder, step, self.rank, self._encoder, self._compress)
+        return self._segment
 
     def commit_step(self) -> None:
         """Writes the columns of the open step and gives its segment its final name.
@@ -237,19 +241,19 @@ class TraceWriter:
     def _whole_steps(self) -> Iterator[None]:
         """Where part of a step cannot be written, that step is given up and no other begun."""
         try:
-            with _writing(self.place):
-                yield
-        except TraceError as error:
-            self.discard_step()
-            first, self._refused = self._refused is None, error
-            if self._on_refusal is None:
-                raise
-            if first:
-                self._on_refusal(f"recording stopped: {error}")
+            yield
+        except (OSError, TraceError) as error:
+            self._refuse(error)
 
-    @property
-    def _folder(self) -> Path:
-        return self._root / SEGMENTS / str(self.rank)
+    def _refuse(self, cause: OSError | TraceError) -> None:
+        """Gives up the open step and every later one; raises the error unless it is told."""
+        error = cause if isinstance(cause, TraceError) else _refusal(self.place, cause)
+        self.discard_step()
+        first, self._refused = self._refused is None, error
+        if self._on_refusal is None:
+            raise error from cause
+        if first:
+            self._on_refusal(f"recording stopped: {error}")
 
     def _write_manifest(self, committed: int | None = None) -> None:
         if self.rank == 0 and os.getpid() == self._pid:
@@ -332,85 +336,6 @@ class TraceWriter:
         return Lock(self._folder)
 
 
-class Segment:
-    """One step while it is written: its events' columns, and their payloads."""
-
-    def __init__(self, folder: Path, step: int, rank: int, compress: bool = False) -> None:
-        self.step = step
-        self.rank = rank
-        self.events: list[Event] = []
-        self._compress = compress
-        self._file = Hierarchy(folder / f"{step:08d}.zip")
-        self._stored: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
-        self.samples = SampleWriter(self._file.add_chunk)
-
-    def add(self, event: Event, payload: NDArray[Any] | None) -> None:
-        """Keeps the event, and writes its payload unless the segment has an equal one."""
-        if self.samples.take(event, payload):
-            return
-        kept: dict[str, Any] = {}
-        if payload is not None:
-            kept["digest"] = event.digest or digest(payload)
-            kept["payload"] = self._store(event, kept["digest"], payload)
-        elif event.payload is not None:
-            kept["payload"] = None
-        if event.value is not None:
-            kept["value"] = plain(event.value)
-        if event.attributes:
-            kept["attributes"] = plain(event.attributes)
-        self.events.append(replace(event, **kept) if kept else event)
-
-    def _store(self, event: Event, of_value: bytes, payload: NDArray[Any]) -> str:
-        """Where the payload lies."""
-        identity = (of_value, event.dtype, event.shape)
-        key = self._stored.get(identity)
-        if key is None:
-            key = self._stored[identity] = self._free_key(event)
-            self._file.add_array(key, payload, event.dtype, event.dims, packed=self._compress)
-        return key
-
-    def commit(self) -> int:
-        """Finishes the file and renames it; returns its size in bytes."""
-        attributes = {
-            "format": FORMAT,
-            "step": self.step,
-            "rank": self.rank,
-            "events": len(self.events),
-        }
-        try:
-            self._write_columns()
-            self._finish_samples()
-            return self._file.commit(attributes)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def abandon(self) -> None:
-        self._file.abandon()
-
-    def _finish_samples(self) -> None:
-        """Writes the rest of the table of samples, if there is one."""
-        if self.samples.rows:
-            nodes, attributes = self.samples.finish()
-            self._file.nodes.update(nodes)
-            self._file.groups[GROUP] = {"tracediff": attributes}
-
-    def _free_key(self, event: Event) -> str:
-        """A key for the payload; the order tells apart events that share a site."""
-        key = payload_key(event.site)
-        return key if key not in self._file.nodes else f"{key}%@{event.order}"
-
-    def _write_columns(self) -> None:
-        for name, column in columns.encode(self.events).items():
-            path = f"events/{name}"
-            dims = columns.DIMS.get(name, ("event",))
-            if isinstance(column, list):
-                self._file.add_strings(path, columns.encode_strings(column), len(column), dims)
-            else:
-                packed = name in columns.PACKED
-                self._file.add_array(path, column, column.dtype.name, dims, packed=packed)
-
-
 def _put(new: Path, root: Path, *, replacing: bool) -> None:
     """Gives a new trace its place. What it replaces is set aside first and removed last."""
     old = root.with_name(f".{root.name}.{secrets.token_hex(4)}.old")
@@ -437,4 +362,8 @@ def _writing(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TraceError(f"cannot write {place}: {error.strerror or error}") from error
+        raise _refusal(place, error) from error
+
+
+def _refusal(place: str, error: OSError) -> TraceError:
+    return TraceError(f"cannot write {place}: {error.strerror or error}")

@@ -1,0 +1,125 @@
+"""Writes one step: payloads as they come, and the columns of its events when it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tracediff.events import Event
+from tracediff.trace import columns
+from tracediff.trace.columns import Encoder
+from tracediff.trace.hierarchy import Hierarchy
+from tracediff.trace.manifest import FORMAT
+from tracediff.trace.names import payload_key
+from tracediff.trace.sample_writer import SampleWriter
+from tracediff.trace.samples import GROUP
+from tracediff.trace.summary import digest, plain
+
+
+class SegmentWriter:
+    """One step while it is written: its events' columns, and their payloads."""
+
+    def __init__(
+        self, folder: Path, step: int, rank: int, encoder: Encoder, compress: bool = False
+    ) -> None:
+        """
+        Args:
+            encoder: The one that encodes all steps of the process.
+            compress: Whether payloads are compressed.
+        """
+        self.step = step
+        self.rank = rank
+        self.events: list[Event] = []
+        self._encoder = encoder
+        self._compress = compress
+        self._file = Hierarchy(folder / f"{step:08d}.zip")
+        self.samples = SampleWriter(self._file.add_chunk)
+        self._stored: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
+
+    def add(self, event: Event, payload: NDArray[Any] | None) -> None:
+        """Keeps the event, and writes its payload unless the segment has an equal one."""
+        if event.site.phase == "rendering" and self.samples.take(event, payload):
+            return
+        if payload is not None:
+            of_value = event.digest or digest(payload)
+            event = _kept(event, of_value, self._store(event, of_value, payload))
+        elif event.payload is not None or event.value is not None or event.attributes:
+            event = _kept(event, event.digest, None)
+        self.events.append(event)
+
+    def _store(self, event: Event, of_value: bytes, payload: NDArray[Any]) -> str:
+        """Where the payload lies."""
+        identity = (of_value, event.dtype, event.shape)
+        key = self._stored.get(identity)
+        if key is None:
+            key = self._stored[identity] = self._free_key(event)
+            self._file.add_array(key, payload, event.dtype, event.dims, packed=self._compress)
+        return key
+
+    def commit(self) -> int:
+        """Finishes the file and renames it; returns its size in bytes."""
+        attributes = {
+            "format": FORMAT,
+            "step": self.step,
+            "rank": self.rank,
+            "events": len(self.events),
+        }
+        try:
+            self._write_columns()
+            self._finish_samples()
+            return self._file.commit(attributes)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        self._file.abandon()
+
+    def _finish_samples(self) -> None:
+        """Writes the rest of the table of samples, if there is one."""
+        if self.samples.rows:
+            nodes, attributes = self.samples.finish()
+            self._file.nodes.update(nodes)
+            self._file.groups[GROUP] = {"tracediff": attributes}
+
+    def _free_key(self, event: Event) -> str:
+        """A key for the payload; the order tells apart events that share a site."""
+        key = payload_key(event.site)
+        return key if key not in self._file.nodes else f"{key}%@{event.order}"
+
+    def _write_columns(self) -> None:
+        count = len(self.events)
+        for name, texts in self._encoder.encode(self.events).items():
+            self._file.add_strings(f"events/{name}", texts.data, count, packed=texts.packed)
+        for name, column in columns.numbers(self.events).items():
+            dims = columns.DIMS.get(name, ("event",))
+            packed = name in columns.PACKED
+            self._file.add_array(f"events/{name}", column, column.dtype.name, dims, packed=packed)
+
+
+def _kept(event: Event, of_value: bytes, payload: str | None) -> Event:
+    """The event as it is written: with its payload's place, and JSON types only.
+
+    By hand, as `dataclasses.replace` takes three times as long.
+    """
+    attributes: Mapping[str, Any] = plain(event.attributes) if event.attributes else {}
+    return Event(
+        site=event.site,
+        order=event.order,
+        kind=event.kind,
+        op=event.op,
+        source=event.source,
+        dtype=event.dtype,
+        shape=event.shape,
+        dims=event.dims,
+        digest=of_value,
+        fingerprint=event.fingerprint,
+        sketch=event.sketch,
+        inputs=event.inputs,
+        payload=payload,
+        value=plain(event.value),
+        attributes=attributes,
+    )
