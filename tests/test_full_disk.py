@@ -102,7 +102,7 @@ def test_a_last_step_that_cannot_be_committed_is_no_finished_run(tmp_path: Path)
         tracediff.record(path, recorder=Nothing, stack="pytorch", on_error="continue") as tape,
     ):
         run(tape, [SMALL, SMALL])
-        for place in range(2_000):  # no payload: their columns are written with the commit
+        for place in range(20_000):  # no payload: their columns are written with the commit
             tape.emit("forward", f"fc[{place}]", "out", float(place))
     check(path)
 
