@@ -110,7 +110,7 @@ class Event:
         digest: xxh3-128 of the canonical bytes, 16 bytes.
         fingerprint: Layout-invariant statistics, float64, see `trace.summary.FINGERPRINT_FIELDS`;
             () for what is no tensor.
-        sketch: 256 float64 buckets, or None where none was kept.
+        sketch: 256 float64 buckets, or the 32 of a short one; None where none was kept.
         inputs: Orders of the events of the same step that this value was computed from, as far as
             the recorder knows.
         payload: Where the payload lies inside the segment, or None where none was kept.

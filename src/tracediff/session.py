@@ -43,7 +43,7 @@ def record(
     level: str = "module",
     steps: str | None = None,
     sketch_every: int = 100,
-    sketch_state: int = 1,
+    sketch_state: int = 100,
     only: str | None = None,
     snapshot_every: int | None = None,
     keep_snapshots: int | None = None,
@@ -67,7 +67,8 @@ def record(
         steps: Steps whose payloads are kept and whose operations are recorded, such as
             `0:3,100`; all by default.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
-        sketch_state: At level `digest`, steps at which parameters and the optimizer keep one.
+        sketch_state: At level `digest`, steps at which parameters and the optimizer keep a whole
+            one, in place of a short one of 32 buckets.
         only: Module path or pattern, to which payloads and operations are restricted.
         on_error: `stop` raises what the file system refuses inside the block, `continue` ends the
             recording with a warning and lets the block run on.
@@ -150,7 +151,7 @@ def record_script(
     level: str = "module",
     steps: str | None = None,
     sketch_every: int = 100,
-    sketch_state: int = 1,
+    sketch_state: int = 100,
     only: str | None = None,
     snapshot_every: int | None = None,
     keep_snapshots: int | None = None,

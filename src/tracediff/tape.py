@@ -24,7 +24,7 @@ from tracediff.errors import UsageError
 from tracediff.events import EXACT_KINDS, Event, Site, sample_step
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.trace import TraceWriter
-from tracediff.trace.summary import digest, digest_value, fingerprint, sketch
+from tracediff.trace.summary import digest, digest_value, fingerprint, shortened, sketch
 
 LEVELS: Final = ("digest", "module", "op")
 
@@ -61,7 +61,8 @@ class Policy:
             those of every operation as well.
         steps: Steps whose payloads are kept and whose operations are recorded, or None for all.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
-        state_every: At level `digest`, steps at which parameters and the optimizer keep one.
+        state_every: At level `digest`, steps at which parameters and the optimizer keep a whole
+            one; at the others they keep a short one.
         only: Module path, or a pattern for it, to which tensor payloads and operations are
             restricted; what is inside the module belongs to it.
     """
@@ -69,7 +70,7 @@ class Policy:
     level: str = "module"
     steps: Sequence[range] | None = None
     sketch_every: int = 100
-    state_every: int = 1
+    state_every: int = 100
     only: str | None = None
 
     def __post_init__(self) -> None:
@@ -93,9 +94,12 @@ class Policy:
             return False
         return self.only is None or _within(path.partition("@")[0], self.only)
 
-    def keeps_sketch(self, step: int, phase: str) -> bool:
+    def sketched(self, step: int, phase: str, array: NDArray[Any]) -> NDArray[np.float64] | None:
+        """The sketch that an event without a payload keeps: a whole one, a short one or none."""
         every = self.state_every if phase == "optimizer" else self.sketch_every
-        return phase == "loading" or step < 3 or step % every == 0
+        if phase == "loading" or step < 3 or step % every == 0:
+            return sketch(array)
+        return shortened(sketch(array)) if phase == "optimizer" else None
 
 
 @dataclass(eq=False, slots=True)
@@ -362,8 +366,8 @@ class Tape:
                 fingerprint=self._fingerprint(array, digest_of_value)
                 if array is not None and not is_sample
                 else (),
-                sketch=sketch(array)
-                if array is not None and wants_sketch and self.policy.keeps_sketch(self.step, phase)
+                sketch=self.policy.sketched(self.step, phase, array)
+                if array is not None and wants_sketch
                 else None,
                 inputs=tuple(inputs),
                 value=value if array is None else None,

@@ -11,6 +11,7 @@ from tracediff.bisection.inheritance import Ledger, Level
 from tracediff.bisection.referee import Ruling
 from tracediff.bisection.views import around
 from tracediff.compare import bounds
+from tracediff.compare.figures import unit_roundoff
 from tracediff.events import Pair
 
 _SHARED: Final = 1 / 8
@@ -35,6 +36,20 @@ def unruled(pair: Pair, inherited: Level, error: float) -> Passing:
     local, _ = bounds.floor(pair.baseline, pair.target)
     healed = not inherited.tainted or error <= _SHARED * inherited.actual
     return Passing(inherited, Level(min(error, local + inherited.carry), error), healed)
+
+
+def unseen(pair: Pair, inherited: Level, error: float) -> Passing:
+    """Of a pair of which only fingerprints are known, so that it is `error` apart at least.
+
+    What it may be apart is what rounding adds to what came in. A divergence that came in is taken
+    to be undone only where the statistics agree to the last bit.
+    """
+    local, _ = bounds.floor(pair.baseline, pair.target)
+    likely = max(error, local + inherited.carry)
+    healed = not inherited.tainted or error <= unit_roundoff(pair.baseline.dtype)
+    if healed:
+        return Passing(inherited, Level(likely, likely), True)
+    return Passing(inherited, Level(likely, max(likely, inherited.actual), True), False)
 
 
 def _in_place(source: Pair, level: Level) -> Level:

@@ -30,7 +30,7 @@ from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
 from tracediff.bisection.referee import Referee, Ruling
 from tracediff.bisection.updates import Updates
-from tracediff.bisection.values import estimate, norm, read_pair
+from tracediff.bisection.values import estimate, headroom, is_sketched, norm, read_pair
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
 from tracediff.compare.logits import normalised
@@ -212,6 +212,8 @@ class StepJudge:
             passing = carry.ruled(pair, ruling, self._ledger, error.rel_l2)
             inherited = passing.inherited
             within = ruling.within
+        elif values is None and not is_sketched(pair):
+            passing = carry.unseen(pair, inherited, error.rel_l2)
         else:
             passing = carry.unruled(pair, inherited, error.rel_l2)
             within = within if ruling is None or inherited.tainted else ruling.within
@@ -230,7 +232,7 @@ class StepJudge:
         if within:
             exact = not error.differing and not error.estimated and pair.layout != "same"
             mark = "identical" if exact and not figures.masked else "equivalent"
-            if not inherited.tainted:
+            if not inherited.tainted and (values is not None or is_sketched(pair)):
                 level = Level(error.rel_l2, error.rel_l2)
             return Judged(pair, mark, error=error, bound=bound, masked=figures.masked, level=level)
         judged = self._beyond(pair, "value", inherited, figures, bound, explained)
@@ -379,9 +381,10 @@ def _within(pair: Pair, error: ErrorFigures, bound: Bound) -> bool:
     """Whether the error of the whole, and of its worst element, is what the bound allows."""
     if error.max_abs <= _FLUSHED and not error.estimated:
         return True
+    if error.estimated:
+        return error.rel_l2 <= headroom(pair) * bound.rel_l2
     return error.rel_l2 <= bound.rel_l2 and (
-        error.estimated
-        or pair.baseline.site.phase not in ("loading", "forward")
+        pair.baseline.site.phase not in ("loading", "forward")
         or error.max_rel <= bounds.ELEMENT_HEADROOM * bound.rel_l2
     )
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from tracediff.compare.figures import measure
 from tracediff.compare.padding import Padding
 from tracediff.errors import UsageError
 from tracediff.events import EXACT_KINDS, Event, Site
 from tracediff.trace import Trace
-from tracediff.trace.summary import FINGERPRINT_FIELDS
+from tracediff.trace.summary import FINGERPRINT_FIELDS, sketched_distance
 from tracediff.verdict import Bound
 
 HEADROOM: Final = 2.0
@@ -95,7 +93,7 @@ class Noise:
             return 0.0
         scale = event.fingerprint[_L2]
         if event.sketch is not None and other.sketch is not None:
-            return float(np.linalg.norm(event.sketch - other.sketch)) / scale
+            return sketched_distance(event.sketch, other.sketch) / scale
         return abs(scale - other.fingerprint[_L2]) / scale
 
     def _events(self, step: int) -> dict[Site, Event]:

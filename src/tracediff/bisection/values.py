@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +12,7 @@ from tracediff.compare.figures import Figures
 from tracediff.errors import TraceError
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
-from tracediff.trace.summary import FINGERPRINT_FIELDS
+from tracediff.trace.summary import FINGERPRINT_FIELDS, sketched_distance
 from tracediff.verdict import ErrorFigures
 
 _L2: Final = FINGERPRINT_FIELDS.index("l2")
@@ -32,8 +33,8 @@ def estimate(pair: Pair) -> Figures:
     """Error figures without the values: from sketches, or else from fingerprints."""
     a, b = pair.baseline, pair.target
     scale = norm(a) or norm(b) or 1.0
-    if a.sketch is not None and b.sketch is not None and pair.layout == "same":
-        distance = float(np.linalg.norm(a.sketch - b.sketch)) / scale
+    if a.sketch is not None and b.sketch is not None and is_sketched(pair):
+        distance = sketched_distance(a.sketch, b.sketch) / scale
     else:
         distance = abs(norm(a) - norm(b)) / scale
         if a.fingerprint and b.fingerprint and a.fingerprint[_ABS_MEAN]:
@@ -44,6 +45,23 @@ def estimate(pair: Pair) -> Figures:
         nonfinite = int(sum(abs(a.fingerprint[i] - b.fingerprint[i]) for i in (1, 2)))
     error = ErrorFigures(rel_l2=distance, max_ulp=None, differing=1.0, estimated=True)
     return Figures(error, nonfinite)
+
+
+def is_sketched(pair: Pair) -> bool:
+    """Whether the distance of a pair can be estimated. From fingerprints alone it is not: they
+    give what it is at least, and miss an error in a random direction but for a fraction of
+    1/sqrt(elements)."""
+    events = pair.baseline, pair.target
+    return pair.layout == "same" and all(event.sketch is not None for event in events)
+
+
+def headroom(pair: Pair) -> float:
+    """How much larger than its bound an estimated distance may be by chance: four standard
+    deviations of an estimate from so many buckets."""
+    if not is_sketched(pair):
+        return 1.0
+    buckets = min(np.size(pair.baseline.sketch), np.size(pair.target.sketch))
+    return 1 + 4 / math.sqrt(2 * buckets)
 
 
 def norm(event: Event) -> float:

@@ -83,7 +83,9 @@ SketchEvery = Annotated[
 SketchState = Annotated[
     int,
     typer.Option(
-        metavar="N", help="At level digest, sketches of weights and optimizer at every Nth step."
+        metavar="N",
+        help="At level digest, whole sketches of weights and optimizer at every Nth step, short "
+        "ones at the others.",
     ),
 ]
 SnapshotEvery = Annotated[

@@ -21,7 +21,7 @@ def record(
     only: options.Only = None,
     steps: options.Steps = None,
     sketch_every: options.SketchEvery = 100,
-    sketch_state: options.SketchState = 1,
+    sketch_state: options.SketchState = 100,
     snapshot_every: options.SnapshotEvery = None,
     keep_snapshots: options.KeepSnapshots = None,
     compress: options.Compress = False,

@@ -18,7 +18,7 @@ from tracediff.events import Event, Site
 from tracediff.trace.compression import LARGEST_TEXT, TEXTS, compress
 from tracediff.trace.metadata import ArrayInfo, check_shape
 from tracediff.trace.names import escape_text, unescape_text
-from tracediff.trace.summary import FINGERPRINT_FIELDS, SKETCH_SIZE
+from tracediff.trace.summary import FINGERPRINT_FIELDS, SHORT_SKETCH, SKETCH_SIZE
 
 DIGEST_SIZE: Final = 16
 _NO_DIGEST: Final = bytes(DIGEST_SIZE)
@@ -57,7 +57,12 @@ _LAYOUT: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
     "fingerprint": ("float64", (len(FINGERPRINT_FIELDS),)),
     "sketch": ("float64", (SKETCH_SIZE,)),
     "sketch_index": ("int64", ()),
+    "short_sketch": ("float64", (SHORT_SKETCH,)),
+    "short_sketch_index": ("int64", ()),
 }
+_SKETCHES: Final[Mapping[str, int]] = {"sketch": SKETCH_SIZE, "short_sketch": SHORT_SKETCH}
+OPTIONAL: Final = ("short_sketch", "short_sketch_index")
+"""Columns that a segment need not have; no event then has such a value."""
 
 COLUMNS: Final = ("digest", *sorted({*STRING_COLUMNS, *_LAYOUT} - {"digest"}))
 """In the order in which they are read: digests bound the number of events."""
@@ -71,6 +76,8 @@ DIMS: Final[Mapping[str, tuple[str, ...]]] = {
     "fingerprint": ("event", "statistic"),
     "sketch": ("sketch", "bucket"),
     "sketch_index": ("sketch",),
+    "short_sketch": ("short_sketch", "bucket"),
+    "short_sketch_index": ("short_sketch",),
 }
 """Dimension names of columns that have other ones than `event` alone."""
 
@@ -140,9 +147,11 @@ def numbers(events: Sequence[Event]) -> dict[str, NDArray[Any]]:
     statistics = chain.from_iterable([event.fingerprint or _NO_STATISTICS for event in events])
     width = len(FINGERPRINT_FIELDS)
     columns["fingerprint"] = np.fromiter(statistics, "<f8", width * len(events)).reshape(-1, width)
-    kept = [(index, event.sketch) for index, event in enumerate(events) if event.sketch is not None]
-    columns["sketch_index"] = np.array([index for index, _ in kept], dtype="<i8")
-    columns["sketch"] = np.array([row for _, row in kept], "<f8").reshape(-1, SKETCH_SIZE)
+    for name, size in _SKETCHES.items():
+        kept = [(i, e.sketch) for i, e in enumerate(events) if np.size(e.sketch) == size]
+        if kept or name not in OPTIONAL:
+            columns[f"{name}_index"] = np.array([index for index, _ in kept], dtype="<i8")
+            columns[name] = np.array([row for _, row in kept], "<f8").reshape(-1, size)
     return columns
 
 
@@ -150,7 +159,7 @@ def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
     """Undoes `Encoder.encode` and `numbers`, sorted by order.
 
     Args:
-        columns: All of `COLUMNS`, checked by `expect` and of equal length.
+        columns: All of `COLUMNS` but for `OPTIONAL` ones, checked by `expect`.
 
     Raises:
         ValueError: A field does not hold what it should.
@@ -199,7 +208,7 @@ def expect(name: str, info: ArrayInfo, count: int) -> None:
         ValueError: It has another data type or shape.
     """
     data_type, row = _LAYOUT.get(name, ("string", ()))
-    length = info.shape[0] if name.startswith("sketch") and info.shape else count
+    length = info.shape[0] if "sketch" in name and info.shape else count
     if (info.data_type, info.shape) != (data_type, (length, *row)) or length > count:
         raise ValueError(
             f"column {name} is {info.data_type} {info.shape}, expected {data_type} {(count, *row)}"
@@ -258,8 +267,13 @@ def _load_attributes(text: str) -> dict[str, Any]:
 
 
 def _sketches(columns: Mapping[str, Column], count: int) -> dict[int, NDArray[np.float64]]:
-    index = np.asarray(columns["sketch_index"])
-    rows = np.asarray(columns["sketch"], dtype=np.float64)
-    if len(index) != len(rows) or (index.size and not 0 <= index.min() <= index.max() < count):
-        raise ValueError("the sketches do not belong to the events")
-    return dict(zip(index.tolist(), rows, strict=True))
+    found: dict[int, NDArray[np.float64]] = {}
+    for name in _SKETCHES:
+        if name not in columns:
+            continue
+        index = np.asarray(columns.get(f"{name}_index", ()), dtype=np.int64)
+        rows = np.asarray(columns[name], dtype=np.float64)
+        if len(index) != len(rows) or (index.size and not 0 <= index.min() <= index.max() < count):
+            raise ValueError("the sketches do not belong to the events")
+        found |= zip(index.tolist(), rows, strict=True)
+    return found

@@ -119,7 +119,8 @@ class SegmentReader(HierarchyReader):
     def events(self) -> list[Event]:
         """All events of the columns, by order."""
         with self.reading():
-            return columns.decode({name: self._column(name) for name in columns.COLUMNS}, self.step)
+            names = [name for name in columns.COLUMNS if self._has(name)]
+            return columns.decode({name: self._column(name) for name in names}, self.step)
 
     def samples(self) -> SampleRows:
         """The rows of the table of samples; none where the segment has no table."""
@@ -215,6 +216,12 @@ class SegmentReader(HierarchyReader):
         if info.data_type != data_type or info.chunk != (CHUNK_BYTES // info.dtype.itemsize,):
             raise ValueError(f"{GROUP}/{name} is {info.data_type} in chunks of {info.chunk}")
         return info
+
+    def _has(self, column: str) -> bool:
+        """Whether a column is to be read: it is there, or it has to be."""
+        return column not in columns.OPTIONAL or (
+            f"events/{column}/{MANIFEST}" in self.archive.entries
+        )
 
     def _column(self, name: str) -> columns.Column:
         path = f"events/{name}"

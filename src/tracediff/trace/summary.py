@@ -37,6 +37,9 @@ FINGERPRINT_FIELDS: Final = (
 """Fields of a fingerprint, in order. Moments and quantiles are of the finite elements."""
 
 SKETCH_SIZE: Final = 256
+SHORT_SKETCH: Final = 32
+"""Buckets of a short sketch: every eighth of a whole one's, summed."""
+
 QUANTILE_LIMIT: Final = 1 << 20
 """Quantiles of larger tensors are NaN: sorting them would cost more than recording them."""
 
@@ -202,6 +205,21 @@ def sketch(array: NDArray[Any]) -> NDArray[np.float64]:
             buckets[: block.size], weights=block * signs[: block.size], minlength=SKETCH_SIZE
         )
     return total
+
+
+def shortened(whole: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The short sketch of what a sketch was made of; a short one as it is.
+
+    A distance is then good to 1/sqrt(2 * 32) = 12% (standard deviation) instead of 4.4%.
+    """
+    return whole.reshape(-1, SHORT_SKETCH).sum(axis=0)
+
+
+def sketched_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Estimates the Euclidean distance of two tensors from sketches, each whole or short."""
+    if a.size != b.size:
+        a, b = shortened(a), shortened(b)
+    return float(np.linalg.norm(a - b))
 
 
 @lru_cache(maxsize=64)
