@@ -58,10 +58,10 @@ def is_sketched(pair: Pair) -> bool:
 def headroom(pair: Pair) -> float:
     """How much larger than its bound an estimated distance may be by chance: four standard
     deviations of an estimate from so many buckets."""
+    sketches = [e.sketch for e in (pair.baseline, pair.target) if e.sketch is not None]
     if not is_sketched(pair):
         return 1.0
-    buckets = min(np.size(pair.baseline.sketch), np.size(pair.target.sketch))
-    return 1 + 4 / math.sqrt(2 * buckets)
+    return 1 + 4 / math.sqrt(2 * min(sketch.size for sketch in sketches))
 
 
 def norm(event: Event) -> float:

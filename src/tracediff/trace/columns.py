@@ -148,7 +148,11 @@ def numbers(events: Sequence[Event]) -> dict[str, NDArray[Any]]:
     width = len(FINGERPRINT_FIELDS)
     columns["fingerprint"] = np.fromiter(statistics, "<f8", width * len(events)).reshape(-1, width)
     for name, size in _SKETCHES.items():
-        kept = [(i, e.sketch) for i, e in enumerate(events) if np.size(e.sketch) == size]
+        kept = [
+            (i, e.sketch)
+            for i, e in enumerate(events)
+            if e.sketch is not None and e.sketch.size == size
+        ]
         if kept or name not in OPTIONAL:
             columns[f"{name}_index"] = np.array([index for index, _ in kept], dtype="<i8")
             columns[name] = np.array([row for _, row in kept], "<f8").reshape(-1, size)

@@ -212,7 +212,8 @@ def shortened(whole: NDArray[np.float64]) -> NDArray[np.float64]:
 
     A distance is then good to 1/sqrt(2 * 32) = 12% (standard deviation) instead of 4.4%.
     """
-    return whole.reshape(-1, SHORT_SKETCH).sum(axis=0)
+    short: NDArray[np.float64] = whole.reshape(-1, SHORT_SKETCH).sum(axis=0)
+    return short
 
 
 def sketched_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
