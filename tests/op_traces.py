@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.events import Run
-from tracediff.tape import Policy, Tape
+from tracediff.policy import Policy
+from tracediff.tape import Tape
 from tracediff.trace import TraceWriter
 
 Array = NDArray[Any]

@@ -17,7 +17,7 @@ TIERS = (
     {"errors", "events"},
     {"verdict", "operations"},
     {"trace"},
-    {"draws", "rerun"},
+    {"draws", "policy", "rerun"},
     {"tape"},
     {"consumers"},
     {"recording", "replaying", "compare", "rendering", "checkpoint"},

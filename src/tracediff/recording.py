@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from tracediff.errors import StackError
 from tracediff.events import ROOT
-from tracediff.tape import LEVELS, Frame, Given, Policy, Tape
+from tracediff.policy import LEVELS, Policy
+from tracediff.tape import Frame, Given, Tape
 from tracediff.trace.snapshot import Tree
 
 __all__ = [

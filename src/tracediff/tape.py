@@ -6,7 +6,6 @@ so that recorders stay small and all of them record alike.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import sys
 import threading
@@ -20,13 +19,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.errors import UsageError
-from tracediff.events import EXACT_KINDS, Event, Site, sample_step
+from tracediff.events import Event, Site, sample_step
+from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.trace import TraceWriter
-from tracediff.trace.summary import digest, digest_value, fingerprint, shortened, sketch
-
-LEVELS: Final = ("digest", "module", "op")
+from tracediff.trace.summary import digest, digest_value, fingerprint
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
@@ -50,56 +47,6 @@ _BATCH_KINDS: Final = {
 
 Given = Callable[[Site], NDArray[Any] | None]
 """What a call is to be run on in place of the value it computed at an input's site, or None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Which payloads and sketches are kept.
-
-    Attributes:
-        level: `digest` keeps no tensor payloads, `module` keeps them at module boundaries, `op`
-            those of every operation as well.
-        steps: Steps whose payloads are kept and whose operations are recorded, or None for all.
-        sketch_every: At level `digest`, steps at which every event keeps a sketch.
-        state_every: At level `digest`, steps at which parameters and the optimizer keep a whole
-            one; at the others they keep a short one.
-        only: Module path, or a pattern for it, to which tensor payloads and operations are
-            restricted; what is inside the module belongs to it.
-    """
-
-    level: str = "module"
-    steps: Sequence[range] | None = None
-    sketch_every: int = 100
-    state_every: int = 100
-    only: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise UsageError(f"level {self.level!r} is unknown: use one of {', '.join(LEVELS)}")
-        for name, every in (("every", self.sketch_every), ("state", self.state_every)):
-            if every < 1:
-                raise UsageError(f"--sketch-{name} is {every}: it must be 1 or more")
-
-    def keeps_payload(self, step: int, phase: str, kind: str, path: str) -> bool:
-        if kind in EXACT_KINDS or phase in ("rendering", "rng"):
-            return True
-        return self.level != "digest" and self._selects(step, path)
-
-    def records_operations(self, step: int, path: str) -> bool:
-        """Whether operations of the module at `path` are recorded."""
-        return self.level == "op" and self._selects(step, path)
-
-    def _selects(self, step: int, path: str) -> bool:
-        if self.steps is not None and not any(step in steps for steps in self.steps):
-            return False
-        return self.only is None or _within(path.partition("@")[0], self.only)
-
-    def sketched(self, step: int, phase: str, array: NDArray[Any]) -> NDArray[np.float64] | None:
-        """The sketch that an event without a payload keeps: a whole one, a short one or none."""
-        every = self.state_every if phase == "optimizer" else self.sketch_every
-        if phase == "loading" or step < 3 or step % every == 0:
-            return sketch(array)
-        return shortened(sketch(array)) if phase == "optimizer" else None
 
 
 @dataclass(eq=False, slots=True)
@@ -437,14 +384,6 @@ def user_line() -> str:
             return f"{_file_name(filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _within(path: str, pattern: str) -> bool:
-    """Whether a path, or one of the modules that it is inside of, is or matches the pattern."""
-    parts = path.split(".")
-    prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return any(prefix == pattern or fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 def _default_kind(value: Any) -> str:
