@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,19 +12,49 @@ import pytest
 
 from benchmarks.fuzz import fuzz
 from tracediff.errors import CorruptTraceError
+from tracediff.replayers import reference_operations
+from tracediff.replaying import Operation
 from tracediff.testing import build_trace
-from tracediff.trace import Trace
+from tracediff.trace import Trace, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
 from tracediff.trace.columns import encode_strings
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_mutated_traces_end_in_a_verdict_or_one_sentence() -> None:
-    endings, broken = fuzz(400)
+    endings, broken = fuzz(300, forked=False)
     assert not broken
     # Both kinds of answer were met: mutants that read, and mutants that do not.
     assert any(ending.startswith("diverged") for ending in endings)
     assert any(ending.startswith("CorruptTraceError") for ending in endings)
+
+
+@pytest.mark.parametrize("name", ["index/0/00000000.json", "segments/0/00000000.zip"])
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, Path.mkdir, lambda file: file.symlink_to("/dev/zero")],
+    ids=["a pipe", "a folder", "a device"],
+)
+def test_what_is_no_file_is_never_opened(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    """Opening a pipe waits for a writer for ever, and a device never ends."""
+    path = build_trace(tmp_path / "t", [("0/forward/fc#0:out", np.ones((2, 3)))])
+    whole = Trace(path).index(0)
+    (path / name).unlink()
+    make(path / name)
+    with Trace(path) as trace:
+        if name.startswith("index"):
+            assert replace(trace.index(0), prefix=None) == replace(whole, prefix=None)
+        else:
+            with pytest.raises(CorruptTraceError, match="is damaged"):
+                trace.events(0)
+            assert not verify(path).sound
+
+
+def test_operands_that_are_not_there_make_no_formula() -> None:
+    operation = Operation(canonical="mul", inputs=(np.ones(2),), operands=(None, None), shape=(2,))
+    assert reference_operations.recompute(operation) is None
 
 
 @pytest.mark.parametrize(

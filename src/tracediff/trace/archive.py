@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -166,10 +167,9 @@ class Archive:
             ValueError: The file is no such archive; says what is wrong.
             OSError: It cannot be opened.
         """
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < _END.size:
-                raise ValueError("it is cut off or empty")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if path.stat().st_size < _END.size:
+            raise ValueError("it is cut off or empty")
+        self._map = _mapped(path)
         self.size = len(self._map)
         self.entries: dict[str, Entry] = self._read_directory()
 
@@ -184,8 +184,7 @@ class Archive:
             OSError: It cannot be opened.
         """
         archive = cls.__new__(cls)
-        with path.open("rb") as file:
-            archive._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        archive._map = _mapped(path)
         archive.size = len(archive._map)
         archive.entries = {}
         archive._scan()
@@ -319,6 +318,13 @@ class Archive:
         if fields[0] != _END64_SIGNATURE:
             raise ValueError("its directory is damaged")
         return end, fields[7], fields[8], fields[9]
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe waits for ever
+        raise ValueError("it is no file")
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _entry_name(fields: Sequence[Any], encoded: bytes) -> str:

@@ -143,8 +143,11 @@ def write_index(root: Path, rank: int, index: StepIndex) -> Path:
 
 def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepIndex | None:
     """The index of a step as it was written; None where it is missing, damaged, stale or old."""
+    file = index_file(root, rank, step)
     try:
-        found = json.loads(index_file(root, rank, step).read_text(encoding="ascii"))
+        if not file.is_file():  # opening a pipe waits for ever
+            return None
+        found = json.loads(file.read_text(encoding="ascii"))
         if found.get("prefix") is not None:
             found["prefix"] = Prefix(**found["prefix"])
         index = StepIndex(**found)
