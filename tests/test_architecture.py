@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "tracediff"
 
 TIERS = (
-    {"errors", "events"},
+    {"errors", "events", "kernels"},
     {"verdict", "operations"},
     {"trace"},
     {"draws", "policy", "rerun"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -247,7 +248,7 @@ def test_every_command_has_help(cli: Cli, command: str) -> None:
 def test_version(cli: Cli) -> None:
     code, out, _ = cli("--version")
     assert code == 0
-    assert out.split()[0] == "tracediff"
+    assert re.fullmatch(r"tracediff \S+ \((native|numpy) kernels\)\n", out)
 
 
 # ---- diff, show, verify, stacks ----------------------------------------------------------------

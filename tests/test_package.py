@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,8 +20,9 @@ PACKAGED = ("pyproject.toml", "README.md", "LICENSE", "src", "recorders", "repla
 pytestmark = pytest.mark.slow
 
 
-def run(*command: str | Path, cwd: Path | str = ROOT) -> str:
+def run(*command: str | Path, cwd: Path | str = ROOT, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= variables
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -86,6 +88,18 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     (again,) = (unpacked / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
         assert sorted(first.namelist()) == sorted(second.namelist())
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is here")
+def test_without_a_compiler_only_the_c_code_is_missing(wheel: Path, source_tree: Path) -> None:
+    folder = source_tree / "uncompiled"
+    build = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder)
+    shutil.rmtree(source_tree / "build", ignore_errors=True)
+    run(*build, cwd=source_tree, CC="false")
+    (other,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as compiled, zipfile.ZipFile(other) as uncompiled:
+        (missing,) = {*compiled.namelist()} - {*uncompiled.namelist()}
+    assert missing.startswith("tracediff/kernels/_native.")
 
 
 def test_stacks_are_found_from_anywhere(command: Path) -> None:

@@ -56,7 +56,9 @@ app.command("demo")(demo.demo)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tracediff {__version__}")
+        from tracediff.kernels import engine
+
+        typer.echo(f"tracediff {__version__} ({engine()} kernels)")
         raise typer.Exit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,12 +10,15 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.kernels import BLOCK, Differences, differences, largest_ulp, within
 from tracediff.verdict import Deviation, ErrorFigures
 
-_BLOCK: Final = 1 << 15
-"""Elements per block: two float64 blocks (512 KiB) stay in the cache."""
-
-_INTEGER_OF_WIDTH: Final = {1: "i1", 2: "i2", 4: "i4", 8: "i8"}
+_SAMPLE: Final = 1 << 12
+"""Elements that tell about how large the others are, to a percent or so."""
+_BELOW: Final = 0.97
+_SLACK: Final = 1.0 + 1e-9
+"""More than the rounding of a bound."""
+_TINY: Final = float(np.finfo(np.float64).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +55,66 @@ def measure(
         the baseline's root mean square, so that a single wrong element shows among millions and
         one near zero does not.
     """
-    if counts is not None:
-        counts = np.broadcast_to(counts, baseline.shape).reshape(-1)
-    a_flat, b_flat = _flat(baseline), _flat(target)
-    sums = np.zeros(3)  # squares of the difference, of the baseline, of the target
-    max_abs, different, nonfinite, used = 0.0, 0, 0, 0
-    for a, b, keep in _blocks(a_flat, b_flat, counts):
-        finite = np.isfinite(a) & np.isfinite(b)
-        if not finite.all():
-            nonfinite += int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
-            keep = finite if keep is None else keep & finite
-        if keep is not None:
-            a, b = a[keep], b[keep]
-        if not a.size:
-            continue
-        used += a.size
-        delta = np.abs(a - b)
-        max_abs = max(max_abs, float(delta.max()))
-        different += int(np.count_nonzero(delta))
-        sums += [_square(x) for x in (delta, a, b)]
-    if {a_flat.dtype.kind, b_flat.dtype.kind} <= set("iub"):
-        different, max_abs = _whole_numbers_apart(a_flat, b_flat, counts, max_abs)
-    scale = np.sqrt(sums[1] or sums[2])
-    rms = scale / np.sqrt(max(used, 1))
+    a, b = _flat(baseline), _flat(target)
+    keep = None if counts is None else np.broadcast_to(counts, baseline.shape).reshape(-1)
+    guess = _guess(a, keep)
+    found = differences(a, b, keep, guess)
+    used, different = int(found.used.sum()), int(found.different.sum())
+    delta, of_a, of_b = (float(sums.sum()) for sums in (found.delta, found.a, found.b))
+    max_abs = float(found.max_abs.max(initial=0.0))
+    if {a.dtype.kind, b.dtype.kind} <= set("iu") and max(a.itemsize, b.itemsize) == 8:
+        different, max_abs = _whole_numbers_apart(a, b, keep, max_abs)
+    norm = math.sqrt(of_a or of_b)
+    scale = norm / math.sqrt(max(used, 1)) or _TINY
     error = ErrorFigures(
         max_abs=max_abs,
-        rel_l2=float(np.sqrt(sums[0]) / scale) if scale else float(sums[0] > 0),
-        max_rel=_max_relative(a_flat, b_flat, counts, rms) if different else 0.0,
+        rel_l2=math.sqrt(delta) / norm if norm else float(delta > 0),
+        max_rel=_max_relative(a, b, keep, found, (guess, scale)) if different else 0.0,
         max_ulp=None,
         differing=different / used if used else 0.0,
     )
-    return Figures(error, nonfinite, int(a_flat.size - used))
+    return Figures(error, int(found.nonfinite.sum()), a.size - used)
+
+
+def _guess(a: NDArray[Any], keep: NDArray[np.bool_] | None) -> float:
+    """A little less than the root mean square of the elements that count, from some of them."""
+    places = slice(None, None, -(-a.size // _SAMPLE) or 1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        some = np.abs(a[places].astype(np.complex128 if a.dtype.kind == "c" else np.float64))
+        some = some[np.isfinite(some) if keep is None else np.isfinite(some) & keep[places]]
+        return _BELOW * math.sqrt(float(np.square(some).sum()) / max(some.size, 1)) or _TINY
+
+
+def _max_relative(
+    a: NDArray[Any],
+    b: NDArray[Any],
+    keep: NDArray[np.bool_] | None,
+    found: Differences,
+    scales: tuple[float, float],
+) -> float:
+    """Largest difference of an element over max(its magnitude, the scale).
+
+    The scale is known only after all elements were seen once, with a guess of it. What a block's
+    largest is at a smaller scale is the most that it can be, so that only the first few blocks
+    need to be seen again. (At a larger one it can be more by the ratio of the scales.)
+    """
+    guess, scale = scales
+    at_most = found.worst if guess <= scale else found.worst * (guess / scale) * _SLACK
+    worst = 0.0
+    for block in np.argsort(-at_most).tolist():
+        if at_most[block] <= worst:
+            break
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        kept = None if keep is None else keep[part]
+        again = differences(a[part], b[part], kept, scale)
+        worst = max(worst, float(again.worst[0]))
+    return worst
 
 
 def _whole_numbers_apart(
     a: NDArray[Any], b: NDArray[Any], counts: NDArray[np.bool_] | None, max_abs: float
 ) -> tuple[int, float]:
-    """How many integers differ, and by how much at most: above 2**53 float64 does not tell."""
+    """How many integers differ, and by how much at least: above 2**53 float64 does not tell."""
     apart = (a != b) if counts is None else (a != b) & counts
     different = int(np.count_nonzero(apart))
     return different, max(max_abs, float(different > 0))
@@ -100,16 +127,9 @@ def max_ulp(baseline: NDArray[Any], target: NDArray[Any]) -> int | None:
     """
     if baseline.dtype != target.dtype or not is_float(baseline.dtype):
         return None
-    integer = _INTEGER_OF_WIDTH.get(baseline.dtype.itemsize)
-    if integer is None or baseline.dtype.kind == "c" or not baseline.size:
+    if baseline.dtype.itemsize > 8 or baseline.dtype.kind == "c" or not baseline.size:
         return None
-
-    def line(values: NDArray[Any]) -> NDArray[np.float64]:
-        bits = np.ascontiguousarray(values).reshape(-1).view(integer).astype(np.int64)
-        lowest = -(1 << (8 * values.dtype.itemsize - 1))
-        return np.where(bits < 0, lowest - bits, bits).astype(np.float64)
-
-    return int(np.abs(line(baseline) - line(target)).max())
+    return largest_ulp(_flat(baseline), _flat(target))
 
 
 def largest_deviations(
@@ -159,13 +179,7 @@ def one_conversion_apart(baseline: NDArray[Any], target: NDArray[Any]) -> bool:
     """
     coarser = max((baseline.dtype.name, target.dtype.name), key=unit_roundoff)
     roundoff, tiny = unit_roundoff(coarser), _smallest(coarser)
-    for a, b, _ in _blocks(_flat(baseline), _flat(target), None):
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-        with np.errstate(invalid="ignore"):
-            close = np.abs(a - b) <= 2 * roundoff * np.maximum(np.abs(a), np.abs(b)) + 2 * tiny
-        if not (same | close).all():
-            return False
-    return True
+    return within(_flat(baseline), _flat(target), 2 * roundoff, 2 * tiny)
 
 
 def _smallest(dtype: str) -> float:
@@ -174,31 +188,6 @@ def _smallest(dtype: str) -> float:
 
 
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(array).reshape(-1)
-
-
-def _square(x: NDArray[Any]) -> float:
-    """Sum of squared magnitudes. Not by BLAS, which would wake all its threads for each block."""
-    return float(np.einsum("i,i->", x, x) if x.dtype.kind == "f" else (np.abs(x) ** 2).sum())
-
-
-def _blocks(a: NDArray[Any], b: NDArray[Any], counts: NDArray[np.bool_] | None) -> Any:
-    """Yields both sides as float64 (complex128 for complex) with the mask, block by block."""
-    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-    for start in range(0, a.size, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        yield a[part].astype(wide), b[part].astype(wide), None if counts is None else counts[part]
-
-
-def _max_relative(
-    a_flat: NDArray[Any], b_flat: NDArray[Any], counts: NDArray[np.bool_] | None, rms: float
-) -> float:
-    worst = 0.0
-    for a, b, keep in _blocks(a_flat, b_flat, counts):
-        finite = np.isfinite(a) & np.isfinite(b)
-        keep = finite if keep is None else keep & finite
-        a, b = a[keep], b[keep]
-        if a.size:
-            scale = np.maximum(np.abs(a), rms or np.finfo(np.float64).tiny)
-            worst = max(worst, float((np.abs(a - b) / scale).max()))
-    return worst
+    """The elements in C order, in the byte order of the machine."""
+    flat = array.ravel()
+    return flat if flat.dtype.isnative else flat.astype(flat.dtype.newbyteorder("="))

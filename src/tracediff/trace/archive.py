@@ -11,10 +11,11 @@ import mmap
 import os
 import stat
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from tracediff.kernels import crc32
 
 ALIGNMENT: Final = 64
 
@@ -73,7 +74,7 @@ class ArchiveWriter:
             size = len(data)
             if size >= _MAX32:
                 raise ValueError(f"entry {name} has {size} bytes: split it into chunks below 4 GiB")
-            entry = self._directory[name] = Entry(at, size, zlib.crc32(data))
+            entry = self._directory[name] = Entry(at, size, crc32(data))
             header = _header(name, entry)
             parts += header, data
             at += len(header) + size
@@ -241,7 +242,7 @@ class Archive:
         """
         data, start, size = self.view(name)
         found = data[start : start + size]
-        if zlib.crc32(found) != self.entries[name].crc:
+        if crc32(found) != self.entries[name].crc:
             raise ValueError(f"the bytes of entry {name} do not match their checksum")
         return found
 
@@ -249,7 +250,7 @@ class Archive:
         """Checks an entry's CRC-32 without copying it; raises as `read` does."""
         data, start, size = self.view(name)
         with memoryview(data) as whole, whole[start : start + size] as part:
-            if zlib.crc32(part) != self.entries[name].crc:
+            if crc32(part) != self.entries[name].crc:
                 raise ValueError(f"the bytes of entry {name} do not match their checksum")
 
     def check_layout(self) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from tracediff.kernels import SKETCH_SIZE as SKETCH_SIZE
+from tracediff.kernels import moments, order_statistics, signed_buckets
 
 FINGERPRINT_FIELDS: Final = (
     "count",
@@ -36,24 +38,18 @@ FINGERPRINT_FIELDS: Final = (
 )
 """Fields of a fingerprint, in order. Moments and quantiles are of the finite elements."""
 
-SKETCH_SIZE: Final = 256
 SHORT_SKETCH: Final = 32
 """Buckets of a short sketch: every eighth of a whole one's, summed."""
 
 QUANTILE_LIMIT: Final = 1 << 20
-"""Quantiles of larger tensors are NaN: sorting them would cost more than recording them."""
+"""Quantiles of larger tensors are NaN: they would cost more than recording them."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 """Types of which a list is JSON as it stands."""
 
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _NO_QUANTILES: Final = (float("nan"),) * len(_QUANTILES)
-_BLOCK: Final = 1 << 16
-_MOMENT_BLOCK: Final = 1 << 13
-"""Fits the cache, and is below the 10,000 elements from which OpenBLAS uses threads."""
-_ONES: Final = np.ones(_MOMENT_BLOCK)
 _NAN: Final = float("nan")
-_SKETCH_SEED: Final = 0x9E3779B97F4A7C15
 
 
 def digest(array: NDArray[Any]) -> bytes:
@@ -106,87 +102,28 @@ def fingerprint(array: NDArray[Any], *, brief: bool = False) -> tuple[float, ...
             that have no names; where values are paired by name, a sixth of the cost is enough.
 
     Returns:
-        One float64 per name in `FINGERPRINT_FIELDS`. Sums are accumulated in float64 over blocks,
-        so that a re-layout changes them by rounding in float64 only.
+        One float64 per name in `FINGERPRINT_FIELDS`. Sums are accumulated in float64 in an order
+        that machines share, and a re-layout changes them by rounding in float64 only.
     """
     flat = _flat(array)
-    total = _Moments(brief)
-    buffers = np.empty((2, min(flat.size, _MOMENT_BLOCK)))
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, flat.size, _MOMENT_BLOCK):
-            total.add(flat[start : start + _MOMENT_BLOCK], buffers)
-    count = flat.size - total.nan - total.inf
+    found = moments(flat, full=not brief)
+    count = flat.size - found.nan - found.inf
     if not count:
-        return (float(flat.size), float(total.nan), float(total.inf), *([0.0] * 13))
-    return (
-        float(flat.size),
-        float(total.nan),
-        float(total.inf),
-        float(total.zero),
-        total.sum / count,
-        total.abs / count,
-        math.sqrt(total.square),
-        _NAN if brief else total.cube / count,
-        _NAN if brief else total.fourth / count,
-        total.low,
-        *(_NO_QUANTILES if brief else _quantiles(flat)),
-        total.high,
+        return (float(flat.size), float(found.nan), float(found.inf), *([0.0] * 13))
+    wants_quantiles = not brief and flat.size <= QUANTILE_LIMIT
+    statistics = (
+        found.sum / count,
+        found.abs / count,
+        math.sqrt(found.square),
+        _NAN if brief else found.cube / count,
+        _NAN if brief else found.fourth / count,
+        found.low,
+        *(order_statistics(flat, _QUANTILES) if wants_quantiles else _NO_QUANTILES),
+        found.high,
     )
-
-
-class _Moments:
-    """Counts and power sums of the finite elements, one block at a time."""
-
-    def __init__(self, brief: bool) -> None:
-        self._brief = brief
-        self.nan = self.inf = self.zero = 0
-        self.sum = self.abs = self.square = self.cube = self.fourth = 0.0
-        self.low, self.high = math.inf, -math.inf
-
-    def add(self, block: NDArray[Any], buffers: NDArray[np.float64]) -> None:
-        """Adds a block; `buffers` (2, at least its size) are overwritten."""
-        wide, square = buffers[0, : block.size], buffers[1, : block.size]
-        ones = _ONES[: block.size]
-        np.copyto(wide, block, casting="unsafe")
-        # Products of blocks this small stay on this thread: BLAS wakes the others only for longer
-        # ones, to fight with those of the framework that is being recorded.
-        squares = float(wide.dot(wide))
-        if not math.isfinite(squares) and not (finite := np.isfinite(wide)).all():
-            nan = int(np.count_nonzero(np.isnan(wide)))
-            self.nan += nan
-            self.inf += wide.size - int(np.count_nonzero(finite)) - nan
-            if finite.any():
-                self.add(wide[finite], np.empty((2, wide.size)))
-            return
-        self.square += squares
-        self.sum += float(wide.dot(ones))
-        low, high = float(wide.min()), float(wide.max())
-        self.low, self.high = min(self.low, low), max(self.high, high)
-        if not self._brief:
-            np.multiply(wide, wide, out=square)
-            self.cube += float(square.dot(wide))
-            self.fourth += float(square.dot(square))
-        np.abs(wide, out=wide)
-        self.abs += float(wide.dot(ones))
-        if low <= 0 <= high and wide.min() == 0:
-            self.zero += wide.size - int(np.count_nonzero(wide))
-
-
-def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    """The elements in C order; a complex one counts as two, so that its phase shows."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
-
-
-def _quantiles(flat: NDArray[Any]) -> tuple[float, ...]:
-    """Order statistics (no interpolation) of the finite elements, NaN above `QUANTILE_LIMIT`."""
-    if flat.size > QUANTILE_LIMIT:
-        return _NO_QUANTILES
-    values = flat.astype(np.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
-    if values.dtype.kind == "f":
-        values = values[np.isfinite(values)]
-    values.sort()  # vectorised, and far quicker here than a partition at five ranks
-    return tuple(float(values[int(q * (values.size - 1))]) for q in _QUANTILES)
+    counts = (flat.size, found.nan, found.inf, found.zero)
+    # Adding zero makes -0.0 the 0.0 that it equals, so that one value has one fingerprint.
+    return tuple([float(count) for count in counts] + [number + 0.0 for number in statistics])
 
 
 def sketch(array: NDArray[Any]) -> NDArray[np.float64]:
@@ -196,15 +133,7 @@ def sketch(array: NDArray[Any]) -> NDArray[np.float64]:
     (the count sketch of Charikar, Chen and Farach-Colton, 2002). Bucket and sign of an element
     come from a hash of its place in C order with a seed fixed by the trace format.
     """
-    flat = _flat(array)
-    total = np.zeros(SKETCH_SIZE)
-    for start in range(0, flat.size, _BLOCK):
-        block = flat[start : start + _BLOCK].astype(np.float64)
-        buckets, signs = _buckets(start)
-        total += np.bincount(
-            buckets[: block.size], weights=block * signs[: block.size], minlength=SKETCH_SIZE
-        )
-    return total
+    return signed_buckets(_flat(array))
 
 
 def shortened(whole: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -223,14 +152,7 @@ def sketched_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(a - b))
 
 
-@lru_cache(maxsize=64)
-def _buckets(start: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Bucket and sign of the `_BLOCK` elements from `start` on (splitmix64 of the index)."""
-    with np.errstate(over="ignore"):
-        z = np.arange(start, start + _BLOCK, dtype=np.uint64) * np.uint64(_SKETCH_SEED)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    buckets = (z & np.uint64(SKETCH_SIZE - 1)).astype(np.intp)
-    signs = np.where(z >> np.uint64(63), -1.0, 1.0)
-    return buckets, signs
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    """The elements in C order; a complex one counts as two, so that its phase shows."""
+    flat = array.ravel()
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

@@ -1,0 +1,189 @@
+"""What is computed on every element of every tensor, in one pass: in C, or the same in NumPy.
+
+The C code is an optional extension: where no compiler was at hand when the package was installed,
+NumPy does the work. Both give the same bits: counts, extremes, order statistics and distances in
+units in the last place are exact, and sums are taken in float64 in one order, whatever the machine
+and the number of threads. Element i of a block of `BLOCK` is added to lane `i % LANES`, in order of
+i; the lanes of a block are folded in halves.
+
+Arrays are flat and contiguous, of any dtype that a trace can hold.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.kernels import in_numpy
+
+VARIABLE: Final = "TRACEDIFF_KERNELS"
+"""Environment variable: `numpy` leaves the C code unused."""
+
+BLOCK: Final = in_numpy.BLOCK
+SKETCH_SIZE: Final = in_numpy.SKETCH_SIZE
+
+_T = TypeVar("_T")
+
+_SHARE: Final = 1 << 19
+"""Elements below which a second thread is not worth its start."""
+_THREADS: Final = 8
+"""More of them wait for the memory."""
+
+
+class Moments(NamedTuple):
+    """Counts of what is no finite number, and of the finite elements their extremes and sums.
+
+    `cube` and `fourth` are 0 unless asked for; without finite elements `low` is inf and `high`
+    -inf.
+    """
+
+    nan: int
+    inf: int
+    zero: int
+    sum: float
+    abs: float
+    square: float
+    cube: float
+    fourth: float
+    low: float
+    high: float
+
+
+class Differences(NamedTuple):
+    """One array (blocks,) of float64 per figure. All but `nonfinite` leave out what is not finite
+    on both sides, or does not count.
+
+    Attributes:
+        max_abs: Largest absolute difference.
+        delta: Sum of squared differences; `a` and `b` those of the sides.
+        worst: Largest difference of an element over max(its magnitude in a, the scale).
+        different: Number of elements that differ.
+        nonfinite: Elements that are NaN or Inf on one side and not the same on the other.
+        used: Number of elements that count.
+    """
+
+    max_abs: NDArray[np.float64]
+    delta: NDArray[np.float64]
+    a: NDArray[np.float64]
+    b: NDArray[np.float64]
+    worst: NDArray[np.float64]
+    different: NDArray[np.float64]
+    nonfinite: NDArray[np.float64]
+    used: NDArray[np.float64]
+
+
+def _c_code() -> ModuleType | None:
+    try:
+        from tracediff.kernels import in_c
+    except ImportError:
+        return None
+    return in_c
+
+
+_engine: ModuleType = in_numpy if os.environ.get(VARIABLE) == "numpy" else _c_code() or in_numpy
+
+
+def engine() -> str:
+    """What is in use: `native` or `numpy`."""
+    return "numpy" if _engine is in_numpy else "native"
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Switches to `native` or `numpy` for a while, in all threads.
+
+    Raises:
+        ImportError: The C code was not built.
+    """
+    global _engine
+    before, chosen = _engine, in_numpy if name == "numpy" else _c_code()
+    if chosen is None:
+        raise ImportError("the C kernels are not built: install the package with a C compiler")
+    _engine = chosen
+    try:
+        yield
+    finally:
+        _engine = before
+
+
+def moments(flat: NDArray[Any], *, full: bool) -> Moments:
+    """Counts, extremes and power sums; see `Moments`. `full` adds third and fourth powers."""
+    return Moments(*_engine.moments(flat, full))
+
+
+def order_statistics(flat: NDArray[Any], quantiles: tuple[float, ...]) -> tuple[float, ...]:
+    """The finite element of rank `int(q * (n - 1))` for each quantile q, NaN if there is none.
+
+    Args:
+        quantiles: At most 16 in ascending order, from 0 to 1.
+    """
+    found: tuple[float, ...] = _engine.order_statistics(flat, quantiles)
+    return found
+
+
+def signed_buckets(flat: NDArray[Any]) -> NDArray[np.float64]:
+    """The sums of `SKETCH_SIZE` signed buckets; see `tracediff.trace.summary.sketch`."""
+    found: NDArray[np.float64] = _engine.signed_buckets(flat)
+    return found
+
+
+def differences(
+    a: NDArray[Any], b: NDArray[Any], keep: NDArray[np.bool_] | None, scale: float
+) -> Differences:
+    """Error figures of two arrays of equal size, for each block.
+
+    Args:
+        keep: False where an element does not count; of the same size.
+        scale: Above 0; see `Differences.worst`.
+    """
+    rows = np.empty((-(-a.size // BLOCK), len(Differences._fields)))
+
+    def work(part: slice) -> None:
+        kept = None if keep is None else keep[part]
+        to = rows[part.start // BLOCK : -(-part.stop // BLOCK)]
+        _engine.differences(a[part], b[part], kept, scale, to)
+
+    _share(work, a.size)
+    return Differences(*rows.T)
+
+
+def largest_ulp(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """Largest distance of floats of one dtype in units in the last place."""
+    return max(_share(lambda part: int(_engine.largest_ulp(a[part], b[part])), a.size))
+
+
+def within(a: NDArray[Any], b: NDArray[Any], relative: float, absolute: float) -> bool:
+    """Whether each pair is equal, or apart by `relative` of the larger plus `absolute` at most."""
+    return all(
+        _share(lambda part: bool(_engine.within(a[part], b[part], relative, absolute)), a.size)
+    )
+
+
+def crc32(data: bytes | memoryview) -> int:
+    """CRC-32 of bytes, as `zlib.crc32`."""
+    found: int = getattr(_engine, "crc32", zlib.crc32)(data)
+    return found
+
+
+def _share(work: Callable[[slice], _T], size: int) -> list[_T]:
+    """Does the work on parts of whole blocks, each in a thread of its own where that pays."""
+    threads = min(_processors(), _THREADS, size // _SHARE)
+    if threads < 2:
+        return [work(slice(0, size))]
+    part = -(-size // threads // BLOCK) * BLOCK
+    parts = [slice(start, min(start + part, size)) for start in range(0, size, part)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, parts))
+
+
+def _processors() -> int:
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(usable(0)) if usable else os.cpu_count() or 1

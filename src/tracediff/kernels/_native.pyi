@@ -1,0 +1,33 @@
+"""The functions of native/module.c: arrays as buffers, each with the code of its elements."""
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+has_crc32: bool
+interface: int
+
+def moments(data: NDArray[Any], code: int, full: bool, /) -> tuple[float, ...]: ...
+def order_statistics(data: NDArray[Any], code: int, *quantiles: float) -> tuple[float, ...]: ...
+def signed_buckets(data: NDArray[Any], code: int, total: NDArray[Any], /) -> None: ...
+def differences(
+    a: NDArray[Any],
+    code_a: int,
+    b: NDArray[Any],
+    code_b: int,
+    keep: NDArray[Any] | None,
+    scale: float,
+    rows: NDArray[Any],
+    /,
+) -> None: ...
+def largest_ulp(a: NDArray[Any], code_a: int, b: NDArray[Any], code_b: int, /) -> int: ...
+def within(
+    a: NDArray[Any],
+    code_a: int,
+    b: NDArray[Any],
+    code_b: int,
+    relative: float,
+    absolute: float,
+    /,
+) -> bool: ...
+def crc32(data: bytes | memoryview, /) -> int: ...

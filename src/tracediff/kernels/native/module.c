@@ -1,0 +1,259 @@
+/* The kernels as Python functions: buffers in, numbers out. They check sizes, and nothing else. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "values.h"
+
+#define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
+#define QUANTILES 16
+#define INTERFACE 1 /* raised with every change that ../in_c.py has to know of */
+
+#define RUN(BYTES, CALL)                                                                           \
+    do {                                                                                           \
+        if ((BYTES) >= MANY) {                                                                     \
+            Py_BEGIN_ALLOW_THREADS;                                                                \
+            CALL;                                                                                  \
+            Py_END_ALLOW_THREADS;                                                                  \
+        } else {                                                                                   \
+            CALL;                                                                                  \
+        }                                                                                          \
+    } while (0)
+
+/* The buffers of one call. */
+typedef struct {
+    Py_buffer view[3];
+    int count;
+} Buffers;
+
+static PyObject *closed(Buffers *buffers, PyObject *result)
+{
+    while (buffers->count)
+        PyBuffer_Release(&buffers->view[--buffers->count]);
+    return result;
+}
+
+static void *opened(Buffers *buffers, PyObject *object, int flags, size_t *size)
+{
+    Py_buffer *view = &buffers->view[buffers->count];
+    if (PyObject_GetBuffer(object, view, flags))
+        return NULL;
+    buffers->count++;
+    *size = (size_t)view->len;
+    return view->buf ? view->buf : "";
+}
+
+/* An array given by a buffer and the code of its elements. */
+static const void *array(Buffers *buffers, PyObject *const *args, int *code, size_t *n)
+{
+    long number = PyLong_AsLong(args[1]);
+    if (number == -1 && PyErr_Occurred())
+        return NULL;
+    if (number < 0 || number >= CODES)
+        return PyErr_Format(PyExc_ValueError, "%ld is no code of an element type", number);
+    *code = (int)number;
+    const void *found = opened(buffers, args[0], PyBUF_SIMPLE, n);
+    if (found && (uintptr_t)found % WIDTH[number] && *n)
+        return PyErr_Format(PyExc_ValueError, "the array is not aligned to its elements");
+    *n /= WIDTH[number];
+    return found;
+}
+
+static int takes(Py_ssize_t wanted, Py_ssize_t found)
+{
+    if (wanted != found)
+        PyErr_Format(PyExc_TypeError, "it takes %zd arguments, not %zd", wanted, found);
+    return wanted == found;
+}
+
+static PyObject *sizes_differ(Buffers *buffers)
+{
+    PyErr_SetString(PyExc_ValueError, "the sizes of the buffers do not belong together");
+    return closed(buffers, NULL);
+}
+
+static PyObject *py_moments(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    Moments m;
+    int code;
+    size_t n = 0;
+    (void)self;
+    if (!takes(3, count))
+        return NULL;
+    int full = PyObject_IsTrue(args[2]);
+    const void *from = array(&buffers, args, &code, &n);
+    if (!from)
+        return closed(&buffers, NULL);
+    RUN(buffers.view->len, moments(from, code, n, full, &m));
+    closed(&buffers, NULL);
+    return Py_BuildValue("nnnddddddd", (Py_ssize_t)m.nan, (Py_ssize_t)m.inf, (Py_ssize_t)m.zero,
+        m.sum, m.abs, m.square, m.cube, m.fourth, m.low, m.high);
+}
+
+static PyObject *py_order_statistics(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    double quantile[QUANTILES], found[QUANTILES];
+    int code, done;
+    size_t n = 0, asked = (size_t)count - 2;
+    (void)self;
+    if (count < 2 || asked > QUANTILES)
+        return PyErr_Format(PyExc_TypeError, "it takes an array, a code and 16 quantiles at most");
+    for (size_t i = 0; i < asked; i++) {
+        quantile[i] = PyFloat_AsDouble(args[2 + i]);
+        if (!(quantile[i] >= (i ? quantile[i - 1] : 0) && quantile[i] <= 1))
+            return PyErr_Format(PyExc_ValueError, "quantiles ascend within 0 and 1");
+    }
+    const void *from = array(&buffers, args, &code, &n);
+    if (!from)
+        return closed(&buffers, NULL);
+    RUN(buffers.view->len, done = order_statistics(from, code, n, quantile, asked, found));
+    closed(&buffers, NULL);
+    PyObject *result = done ? PyTuple_New((Py_ssize_t)asked) : PyErr_NoMemory();
+    for (size_t i = 0; result && i < asked; i++) {
+        PyObject *number = PyFloat_FromDouble(found[i]);
+        if (!number || PyTuple_SetItem(result, (Py_ssize_t)i, number))
+            Py_CLEAR(result);
+    }
+    return result;
+}
+
+static PyObject *py_signed_buckets(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    int code;
+    size_t n = 0, size = 0;
+    (void)self;
+    if (!takes(3, count))
+        return NULL;
+    const void *from = array(&buffers, args, &code, &n);
+    double *total = from ? opened(&buffers, args[2], PyBUF_WRITABLE, &size) : NULL;
+    if (!total)
+        return closed(&buffers, NULL);
+    if (size != BUCKETS * sizeof *total)
+        return sizes_differ(&buffers);
+    RUN(buffers.view->len, signed_buckets(from, code, n, total));
+    return closed(&buffers, Py_NewRef(Py_None));
+}
+
+static PyObject *py_differences(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0}, others = {.count = 0};
+    int code_a, code_b;
+    size_t n = 0, n_b = 0, kept = 0, size = 0;
+    const uint8_t *keep = NULL;
+    (void)self;
+    if (!takes(7, count))
+        return NULL;
+    double scale = PyFloat_AsDouble(args[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    const void *a = array(&buffers, args, &code_a, &n);
+    const void *b = a ? array(&buffers, args + 2, &code_b, &n_b) : NULL;
+    Figures *rows = b ? opened(&buffers, args[6], PyBUF_WRITABLE, &size) : NULL;
+    if (rows && args[4] != Py_None) {
+        keep = opened(&others, args[4], PyBUF_SIMPLE, &kept);
+        rows = keep ? rows : NULL;
+    }
+    PyObject *result = NULL;
+    if (rows) {
+        if (n != n_b || (keep && kept != n) || size != (n + BLOCK - 1) / BLOCK * sizeof *rows)
+            sizes_differ(&others);
+        else {
+            RUN(buffers.view->len, differences(a, code_a, b, code_b, keep, n, scale, rows));
+            result = Py_NewRef(Py_None);
+        }
+    }
+    closed(&others, NULL);
+    return closed(&buffers, result);
+}
+
+static PyObject *py_largest_ulp(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    int code_a, code_b;
+    size_t n = 0, n_b = 0;
+    uint64_t found;
+    (void)self;
+    if (!takes(4, count))
+        return NULL;
+    const void *a = array(&buffers, args, &code_a, &n);
+    const void *b = a ? array(&buffers, args + 2, &code_b, &n_b) : NULL;
+    if (!b)
+        return closed(&buffers, NULL);
+    if (n != n_b || code_a != code_b)
+        return sizes_differ(&buffers);
+    RUN(buffers.view->len, found = largest_ulp(a, b, code_a, n));
+    return closed(&buffers, PyLong_FromUnsignedLongLong(found));
+}
+
+static PyObject *py_within(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    int code_a, code_b, found;
+    size_t n = 0, n_b = 0;
+    (void)self;
+    if (!takes(6, count))
+        return NULL;
+    double rel = PyFloat_AsDouble(args[4]), abs = PyFloat_AsDouble(args[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    const void *a = array(&buffers, args, &code_a, &n);
+    const void *b = a ? array(&buffers, args + 2, &code_b, &n_b) : NULL;
+    if (!b)
+        return closed(&buffers, NULL);
+    if (n != n_b)
+        return sizes_differ(&buffers);
+    RUN(buffers.view->len, found = within(a, code_a, b, code_b, n, rel, abs));
+    return closed(&buffers, PyBool_FromLong(found));
+}
+
+static PyObject *py_crc32(PyObject *self, PyObject *data)
+{
+    Buffers buffers = {.count = 0};
+    size_t n = 0;
+    uint32_t found;
+    (void)self;
+    const void *from = opened(&buffers, data, PyBUF_SIMPLE, &n);
+    if (!from)
+        return NULL;
+    RUN(n, found = crc(0, from, n));
+    return closed(&buffers, PyLong_FromUnsignedLong(found));
+}
+
+#define FUNCTION(NAME, FLAGS) {#NAME, (PyCFunction)(void (*)(void))py_##NAME, FLAGS, NULL}
+
+static PyMethodDef functions[] = {
+    FUNCTION(moments, METH_FASTCALL),
+    FUNCTION(order_statistics, METH_FASTCALL),
+    FUNCTION(signed_buckets, METH_FASTCALL),
+    FUNCTION(differences, METH_FASTCALL),
+    FUNCTION(largest_ulp, METH_FASTCALL),
+    FUNCTION(within, METH_FASTCALL),
+    FUNCTION(crc32, METH_O),
+    {NULL, NULL, 0, NULL},
+};
+
+static int start(PyObject *module)
+{
+    return PyModule_AddIntConstant(module, "interface", INTERFACE)
+        || PyModule_AddObjectRef(module, "has_crc32", has_crc() ? Py_True : Py_False)
+        ? -1 : 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, start},
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "tracediff.kernels._native", NULL, 0, functions, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,151 @@
+/* Elements of any type of a trace as float64, a cache-sized part at a time.
+ *
+ * Sums have one order on every machine, so that NumPy (../in_numpy.py) gives the same bits: element
+ * i of a block is added to lane i mod LANES, and the lanes are folded in halves. Nothing here may be
+ * contracted to a fused multiply-add or reordered.
+ */
+#ifndef TRACEDIFF_VALUES_H
+#define TRACEDIFF_VALUES_H
+
+#include <float.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 128
+#define ROWS 8
+#define PART (LANES * ROWS) /* elements that are widened at a time: two parts fit the L1 cache */
+#define BLOCK (1 << 15)     /* elements whose lanes are folded at once */
+
+#define BUCKETS 256         /* of a sketch */
+
+#define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
+
+#if defined(__has_attribute)
+#if __has_attribute(target_clones) && defined(__x86_64__) && defined(__GLIBC__)
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#endif
+#endif
+#ifndef CLONES
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define HIDDEN __attribute__((visibility("hidden")))
+
+/* The codes of ../in_c.py. */
+enum { BOOL, U8, I8, U16, I16, U32, I32, U64, I64, F16, BF16, F32, F64, CODES };
+
+static const unsigned char WIDTH[CODES] = {1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8};
+
+/* Arrays are aligned (module.c checks that), and are read as numbers and as bits. */
+#define ALIAS __attribute__((may_alias))
+typedef uint16_t ALIAS u16;
+typedef int16_t ALIAS i16;
+typedef uint32_t ALIAS u32;
+typedef int32_t ALIAS i32;
+typedef uint64_t ALIAS u64;
+typedef int64_t ALIAS i64;
+typedef float ALIAS f32;
+typedef double ALIAS f64;
+
+INLINE float of_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* IEEE half to float, by integers: a mode that flushes subnormals must not show. */
+INLINE float of_half(uint32_t half)
+{
+    uint32_t rest = half & 0x7fffu, sign = (half & 0x8000u) << 16, subnormal;
+    uint32_t special = (uint32_t) - (int32_t)(rest >= 0x7c00u) & 112u << 23;
+    uint32_t normal = (rest << 13) + (112u << 23) + special;
+    uint32_t is_small = (uint32_t) - (int32_t)(rest < 0x400u);
+    float small = (float)(int32_t)rest * 0x1p-24f;
+    memcpy(&subnormal, &small, sizeof small);
+    return of_bits(sign | (is_small & subnormal) | (~is_small & normal));
+}
+
+#define PLAIN(TYPE)                                                                                \
+    for (size_t i = 0; i < n; i++)                                                                 \
+        to[i] = (double)((const TYPE *)from)[i];                                                   \
+    return 0
+
+#define FLOATING(BITS, VALUE, EXPONENT)                                                            \
+    for (size_t i = 0; i < n; i++) {                                                               \
+        bad |= (((const BITS *)from)[i] & (EXPONENT)) == (EXPONENT);                               \
+        to[i] = (double)(VALUE);                                                                   \
+    }                                                                                              \
+    return bad != 0
+
+/* Writes n elements as float64; returns whether there may be a NaN or an infinity among them. */
+INLINE int widen(const void *restrict from, int code, size_t n, double *restrict to)
+{
+    uint32_t bad = 0;
+    switch (code) {
+    case BOOL:
+        for (size_t i = 0; i < n; i++)
+            to[i] = ((const uint8_t *)from)[i] != 0;
+        return 0;
+    case U8: PLAIN(uint8_t);
+    case I8: PLAIN(int8_t);
+    case U16: PLAIN(u16);
+    case I16: PLAIN(i16);
+    case U32: PLAIN(u32);
+    case I32: PLAIN(i32);
+    case U64: PLAIN(u64);
+    case I64: PLAIN(i64);
+    case F16: FLOATING(u16, of_half(((const u16 *)from)[i]), 0x7c00u);
+    case BF16: FLOATING(u16, of_bits((uint32_t)((const u16 *)from)[i] << 16), 0x7f80u);
+    case F32: FLOATING(u32, ((const f32 *)from)[i], 0x7f800000u);
+    default: FLOATING(u64, ((const f64 *)from)[i], 0x7ff0000000000000u);
+    }
+}
+
+/* The sum of all lanes, which are overwritten. */
+INLINE double fold(double *restrict lane)
+{
+    for (size_t half = LANES / 2; half; half /= 2)
+        for (size_t i = 0; i < half; i++)
+            lane[i] += lane[i + half];
+    return lane[0];
+}
+
+typedef struct {
+    double sum, abs, square, cube, fourth, low, high;
+    size_t nan, inf, zero;
+} Moments;
+
+/* One row of `differences`, as ../__init__.py names its columns. */
+typedef struct {
+    double max_abs, delta, a, b, worst, different, nonfinite, used;
+} Figures;
+
+/* Of n elements; `full` adds third and fourth powers. */
+HIDDEN void moments(const void *from, int code, size_t n, int full, Moments *found);
+
+/* The finite elements at `count` ascending quantiles, NaN if there are none; 0 for want of memory. */
+HIDDEN int order_statistics(
+    const void *from, int code, size_t n, const double *quantile, size_t count, double *found);
+
+/* Adds n elements to the 256 signed buckets of a count sketch. */
+HIDDEN void signed_buckets(const void *from, int code, size_t n, double *total);
+
+/* One row per BLOCK elements. `keep` may be NULL. */
+HIDDEN void differences(const void *a, int code_a, const void *b, int code_b, const uint8_t *keep,
+    size_t n, double scale, Figures *rows);
+
+/* Largest distance in units in the last place; of F16, BF16, F32, F64, and U8 for 8-bit floats. */
+HIDDEN uint64_t largest_ulp(const void *a, const void *b, int code, size_t n);
+
+/* Whether each pair is equal or within rel * max(|a|, |b|) + abs. */
+HIDDEN int within(
+    const void *a, int code_a, const void *b, int code_b, size_t n, double rel, double abs);
+
+/* CRC-32 as zlib computes it; only if `has_crc` says so. */
+HIDDEN int has_crc(void);
+HIDDEN uint32_t crc(uint32_t crc, const uint8_t *data, size_t n);
+
+#endif

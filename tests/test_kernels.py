@@ -1,0 +1,336 @@
+"""The kernels give the right values, and the same bits in C and in NumPy."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tracediff import kernels
+from tracediff.compare import max_ulp, measure
+from tracediff.compare.figures import one_conversion_apart
+from tracediff.trace.dtypes import DTYPES
+from tracediff.trace.summary import FINGERPRINT_FIELDS, fingerprint, sketch
+
+BLOCK = kernels.BLOCK
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+SIZES = (0, 1, 3, 127, 128, 129, 1023, 1024, 1025, 2 * BLOCK, 2 * BLOCK + 131)
+REAL = sorted(name for name, dtype in DTYPES.items() if dtype.kind != "c")
+
+try:
+    with kernels.using("native"):
+        BUILT = True
+except ImportError:
+    BUILT = False
+
+needs_c = pytest.mark.skipif(not BUILT, reason="the C kernels are not built")
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_c), "numpy"])
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.using(request.param):
+        assert kernels.engine() == request.param
+        yield request.param
+
+
+def values(name: str, size: int, seed: int = 0) -> NDArray[Any]:
+    """Elements of all magnitudes of a dtype: any bits at all in every seventh place."""
+    rng = np.random.default_rng(seed + size)
+    dtype = DTYPES[name]
+    array = (rng.standard_normal(size) * 50).clip(-120, 120)
+    array = (np.abs(array) if dtype.kind in "ub" or "e8m0" in name else array).astype(dtype)
+    array[::7] = np.frombuffer(rng.bytes(size * dtype.itemsize), dtype)[::7]
+    if dtype.kind == "b":
+        array = rng.integers(0, 2, size).astype(bool)
+    array[2::9] = array[2::9] if "e8m0" in name else 0
+    return array
+
+
+def exact(array: NDArray[Any]) -> list[float | int]:
+    """The elements as Python's numbers, by way of no kernel."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        wide = array if array.dtype.kind in "iub" else array.astype(np.float64)
+    return [int(x) if isinstance(x, bool) else x for x in wide.tolist()]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bits, where NaN is NaN and zero is zero."""
+    a, b = np.asarray(a, np.float64) + 0.0, np.asarray(b, np.float64) + 0.0
+    return bool(np.array_equal(a, b, equal_nan=True))
+
+
+@needs_c
+@pytest.mark.parametrize("name", REAL)
+def test_c_and_numpy_give_the_same_bits(name: str) -> None:
+    def everything(a: NDArray[Any], b: NDArray[Any]) -> list[Any]:
+        keep = np.random.default_rng(1).random(a.size) < 0.7
+        found: list[Any] = [kernels.signed_buckets(a)]
+        found += [kernels.moments(a, full=full) for full in (True, False)]
+        found += [kernels.order_statistics(a, QUANTILES)]
+        for kept, scale in ((None, 1e-3), (keep, 30.0)):
+            found += kernels.differences(a, b, kept, scale)
+        found += [kernels.within(a, b, 1e-3, 1e-5), kernels.within(a, a.copy(), 0.0, 0.0)]
+        return found + ([kernels.largest_ulp(a, b)] if a.size and a.dtype.kind not in "b" else [])
+
+    for size in SIZES:
+        a, b = values(name, size), values(name, size, seed=1)
+        b[::2] = a[::2]
+        with kernels.using("native"):
+            native = everything(a, b)
+        with kernels.using("numpy"):
+            numpy = everything(a, b)
+        for place, (found, expected) in enumerate(zip(native, numpy, strict=True)):
+            assert same(found, expected), (size, place, found, expected)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_moments_are_those_of_exact_arithmetic(engine: str, name: str) -> None:
+    for size in (0, 1, 1025, 5000):
+        elements = exact(values(name, size))
+        finite = [float(x) for x in elements if math.isfinite(x)]
+        found = kernels.moments(values(name, size), full=True)
+        assert found.nan == sum(math.isnan(x) for x in elements)
+        assert found.inf == sum(math.isinf(x) for x in elements)
+        assert found.zero == sum(x == 0 for x in elements)
+        if not finite:
+            continue
+        assert (found.low, found.high) == (min(finite), max(finite))
+        for power, total in ((1, found.sum), (2, found.square), (3, found.cube), (4, found.fourth)):
+            powers = [math.prod([x] * power) for x in finite]
+            if max(map(abs, powers)) < 1e300:  # no sum of them leaves float64
+                sizes = math.fsum(map(abs, powers))
+                assert total == pytest.approx(math.fsum(powers), abs=1e-14 * sizes)
+                assert power > 1 or found.abs == pytest.approx(sizes, rel=1e-14)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_order_statistics_are_those_of_a_sorted_list(engine: str, name: str) -> None:
+    for size in (0, 1, 25, 3000):
+        array = values(name, size)
+        ordered = sorted(x for x in exact(array) if math.isfinite(x))
+        ranks = [int(q * (len(ordered) - 1)) for q in QUANTILES]
+        expected = [float(ordered[rank]) if ordered else math.nan for rank in ranks]
+        assert same(kernels.order_statistics(array, QUANTILES), expected)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pytest.param(np.full(1000, -1.5, np.float32), id="all equal"),
+        pytest.param(np.arange(1000, dtype=np.int64) + 2**60, id="apart in the last bits"),
+        pytest.param(np.nextafter(1.0, 2, dtype=np.float64) + np.zeros(99), id="equal float64"),
+        pytest.param(np.float64([1e-310, -5e-324, 0, 1e308, -1e308] * 20), id="extremes"),
+    ],
+)
+def test_order_statistics_of_crowded_values(engine: str, array: NDArray[Any]) -> None:
+    ordered = sorted(array.tolist())
+    expected = [float(ordered[int(q * (array.size - 1))]) for q in QUANTILES]
+    assert kernels.order_statistics(array, QUANTILES) == tuple(expected)
+
+
+def test_a_sketch_adds_signed_elements_to_hashed_buckets(engine: str) -> None:
+    array = values("int16", 70_000)
+    expected = [0] * 256
+    for index, element in enumerate(array.tolist()):
+        z = index * 0x9E3779B97F4A7C15 % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        z ^= z >> 31
+        expected[z % 256] += -element if z >> 63 else element
+    assert sketch(array).tolist() == expected
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int32", "complex64"])
+def test_error_figures_are_those_of_exact_arithmetic(engine: str, name: str, masked: bool) -> None:
+    """Elements of very different sizes from block to block, with NaN and infinities."""
+    rng = np.random.default_rng(5)
+    size = 3 * BLOCK + 77
+    a = rng.standard_normal(size) * np.repeat([1e-3, 1.0, 100.0, 5.0], BLOCK)[:size]
+    b = a * (1 + 1e-2 * rng.standard_normal(size) * (rng.random(size) < 0.5))
+    a, b = a.astype(DTYPES[name]), b.astype(DTYPES[name])
+    if a.dtype.kind not in "iu":
+        a[5], b[5], b[6], b[7], a[7] = np.nan, np.nan, np.inf, -np.inf, -np.inf
+    counts = rng.random(size) < 0.6 if masked else None
+    wide = np.clongdouble if name == "complex64" else np.longdouble
+    wide_a, wide_b = (np.array(x.tolist()).astype(wide) for x in (a, b))
+    used = np.isfinite(wide_a) & np.isfinite(wide_b)
+    nonfinite = int(~used[5]) + int(~used[6]) - 1 if not used.all() else 0
+    used &= counts if counts is not None else True
+    x, y = wide_a[used], wide_b[used]
+    apart = np.abs(x - y)
+    norm = np.sqrt(np.sum(np.abs(x) ** 2))
+    found = measure(a, b, counts)
+    assert found.nonfinite == nonfinite
+    assert found.masked == size - x.size
+    assert found.error.max_abs == apart.max()
+    assert found.error.differing == np.count_nonzero(apart) / x.size
+    assert found.error.rel_l2 == pytest.approx(float(np.sqrt(np.sum(apart**2)) / norm), rel=1e-12)
+    worst = (apart / np.maximum(np.abs(x), norm / np.sqrt(x.size))).max()
+    assert found.error.max_rel == pytest.approx(float(worst), rel=1e-12)
+
+
+def test_the_largest_relative_error_is_found_wherever_it_is(engine: str) -> None:
+    """One element in five blocks, far larger than a sample of the others tells."""
+    rng = np.random.default_rng(2)
+    for size in (2.0, 1e6):
+        a = rng.standard_normal(5 * BLOCK).astype(np.float32)
+        a[3 * BLOCK + 1] = size
+        b = a * np.float32(1 + 2**-20)
+        b[4 * BLOCK + 17] += np.float32(0.25)
+        apart = np.abs(a.astype(float) - b)
+        rms = math.sqrt(math.fsum(x * x for x in a.tolist()) / a.size)
+        expected = max((apart / np.maximum(np.abs(a.astype(float)), rms)).tolist())
+        assert measure(a, b).error.max_rel == pytest.approx(expected, rel=1e-12)
+
+
+def test_integers_beyond_float64_are_told_apart(engine: str) -> None:
+    a = np.array([2**60, 5], np.int64)
+    found = measure(a, a + np.array([1, 0]))
+    assert (found.error.max_abs, found.error.differing) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "apart"),
+    [
+        pytest.param(np.float64(1), np.nextafter(1.0, 2), 1, id="neighbours in float64"),
+        pytest.param(np.float64(-1), np.float64(1), 2 * 0x3FF0000000000000, id="signs in float64"),
+        pytest.param(np.float32(-0.0), np.float32(0), 0, id="zeros"),
+        pytest.param(np.float16(-6e-8), np.float16(6e-8), 2, id="subnormals"),
+        pytest.param(ml_dtypes.bfloat16(1), ml_dtypes.bfloat16(2), 128, id="a binade in bfloat16"),
+        pytest.param(
+            ml_dtypes.float8_e4m3fn(1), ml_dtypes.float8_e4m3fn(-1), 2 * 0x38, id="signs in float8"
+        ),
+    ],
+)
+def test_units_in_the_last_place(engine: str, a: Any, b: Any, apart: int) -> None:
+    for x, y in ((a, b), (b, a)):
+        ones, others = np.full(BLOCK + 3, x), np.full(BLOCK + 3, x)
+        assert max_ulp(ones, others) == 0
+        others[-1] = y
+        assert max_ulp(ones, others) == apart
+
+
+def test_ulp_of_any_bits(engine: str) -> None:
+    bits = np.random.default_rng(0).integers(-(2**63), 2**63, (2, 500), np.int64)
+    line = [[-(2**63) - x if x < 0 else x for x in row] for row in bits.tolist()]
+    expected = max(abs(x - y) for x, y in zip(*line, strict=True))
+    assert max_ulp(*bits.view(np.float64)) == expected
+
+
+@pytest.mark.parametrize("name", ["float32", "complex64"])
+def test_one_rounding_is_told_from_two_in_any_place(engine: str, name: str) -> None:
+    a = np.nan_to_num(values("float32", 2 * BLOCK).clip(-1e30, 1e30))
+    a = a + (1j * a if name == "complex64" else 0)
+    b = a.astype(np.complex64 if name == "complex64" else ml_dtypes.bfloat16)
+    assert one_conversion_apart(a.astype(DTYPES[name]), b)
+    b = b.copy()
+    b[-5] = b[-5] * 1.05 + 1
+    assert not one_conversion_apart(a.astype(DTYPES[name]), b)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "complex64", "bool"])
+def test_summaries_do_not_depend_on_the_layout_in_memory(engine: str, name: str) -> None:
+    plain = values("float32" if name == "complex64" else name, 6 * 40)
+    plain = plain.astype(DTYPES[name]).reshape(6, 40)
+    buffer = np.zeros(plain.nbytes + 1, np.uint8)
+    buffer[1:] = np.frombuffer(plain.tobytes(), np.uint8)
+    frozen = plain.copy()
+    frozen.flags.writeable = False
+    layouts = {
+        "transposed": np.asfortranarray(plain),
+        "strided": np.repeat(plain, 2, axis=1)[:, ::2],
+        "backwards": plain[::-1, ::-1].copy()[::-1, ::-1],
+        "read-only": frozen,
+        "unaligned": buffer[1:].view(plain.dtype).reshape(plain.shape),
+    }
+    if plain.dtype.itemsize > 1 and name != "bfloat16":
+        layouts["big-endian"] = plain.astype(plain.dtype.newbyteorder(">"))
+    expected = fingerprint(plain), sketch(plain)
+    for layout, array in layouts.items():
+        assert same(fingerprint(array), expected[0]), layout
+        assert same(sketch(array), expected[1]), layout
+        found = measure(array, plain)
+        assert not found.error.differing, layout
+        assert not found.nonfinite, layout
+
+
+def test_a_fingerprint_has_no_negative_zero(engine: str) -> None:
+    """Bits of one value: minimum and sum of -0.0 and 0.0 depend on the order otherwise."""
+    for array in (np.array([-0.0, 0.0]), np.array([0.0, -0.0]), np.full(300, -0.0)):
+        packed = struct.pack("<16d", *fingerprint(array))
+        expected = (float(array.size), 0.0, 0.0, float(array.size), *[0.0] * 12)
+        assert packed == struct.pack("<16d", *expected)
+    assert len(FINGERPRINT_FIELDS) == 16
+
+
+def test_scalars_and_nothing(engine: str) -> None:
+    assert fingerprint(np.array(-3.0, np.float32))[3:] == (0, -3, 3, 3, -27, 81, *[-3] * 7)
+    assert fingerprint(np.empty((0, 5), np.float16)) == (0.0,) * 16
+    assert fingerprint(np.array([math.nan, math.inf])) == (2.0, 1.0, 1.0, *[0.0] * 13)
+    assert measure(np.empty((0, 3)), np.empty((0, 3))).error.rel_l2 == 0.0
+
+
+@pytest.mark.parametrize("size", [*range(0, 200, 7), 4096, 100_003])
+def test_crc32_is_that_of_zlib(engine: str, size: int) -> None:
+    data = np.random.default_rng(size).bytes(size + 3)
+    for start in range(4):
+        part = memoryview(data)[start : start + size]
+        assert kernels.crc32(part) == zlib.crc32(part)
+    assert kernels.crc32(b"123456789") == 0xCBF43926  # the check value of CRC-32
+
+
+def test_threads_change_nothing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SHARE", BLOCK)
+    a = values("float32", 7 * BLOCK + 5)
+    b = a.copy()
+    b[-1] += 1
+    found = []
+    for processors in (1, 3):
+        monkeypatch.setattr(kernels, "_processors", lambda count=processors: count)
+        figures = kernels.differences(a, b, None, 1.0)
+        found.append((np.stack(figures), kernels.largest_ulp(a, b), kernels.within(a, b, 0, 0)))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+    assert found[0][2] is False
+
+
+@needs_c
+def test_buffers_that_do_not_belong_together_are_refused() -> None:
+    from tracediff.kernels import _native
+
+    a, rows = np.zeros(10), np.zeros((1, 8))
+    for wrong in (
+        (a, 12, a[:9], 12, None, 1.0, rows),
+        (a, 12, a, 12, np.zeros(9, bool), 1.0, rows),
+        (a, 12, a, 12, None, 1.0, np.zeros((2, 8))),
+        (a, 99, a, 12, None, 1.0, rows),
+    ):
+        with pytest.raises(ValueError, match=r"belong together|no code"):
+            _native.differences(*wrong)
+    with pytest.raises(ValueError, match="not aligned"):
+        _native.moments(np.zeros(17, np.uint8)[1:], 12, False)
+    with pytest.raises(ValueError, match="ascend"):
+        _native.order_statistics(a, 12, 0.5, 0.1)
+
+
+def test_the_environment_can_leave_the_c_code_unused() -> None:
+    program = "from tracediff import kernels; print(kernels.engine())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, kernels.VARIABLE: "numpy"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["numpy"]
