@@ -180,8 +180,15 @@ class Bench:
             record(self.stacks[side], self.family, path, layers=self.layers)
         return Trace(path)
 
-    def cases(self, side: int, generator: random.Random, each: int = 1) -> Iterator[Case]:
-        """For each operation of a stack and each phase, a few of its calls, and sizes in turn."""
+    def cases(
+        self,
+        side: int,
+        generator: random.Random,
+        each: int = 1,
+        sizes: Sequence[float] = (),
+    ) -> Iterator[Case]:
+        """For each operation of a stack and each phase, a few of its calls, each with one size
+        drawn, or with all that are given."""
         events = [e for e in self.clean[side].events(0) if is_operation(e)]
         by_order = {event.order: event for event in events}
         groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
@@ -191,10 +198,10 @@ class Bench:
                 groups[event.op, event.site.phase].append(event)
         for found in groups.values():
             for event in generator.sample(found, min(each, len(found))):
-                size = generator.choice(SIZES)
                 first = _first_output(event, by_order)
-                where = Perturbation(first, event.op, size, event.order - first)
-                yield Case(self.family, *self.stacks, side, event, size, where)
+                for size in sizes or (generator.choice(SIZES),):
+                    where = Perturbation(first, event.op, size, event.order - first)
+                    yield Case(self.family, *self.stacks, side, event, size, where)
 
     def run(self, case: Case) -> Result:
         started = time.perf_counter()
@@ -260,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=1, help="calls of each operation and phase")
     parser.add_argument("--limit", type=int, help="at most so many cases of each pair and side")
     parser.add_argument("--phases", nargs="+")
+    parser.add_argument("--sizes", nargs="+", type=float, default=(), help="every one of these")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -304,7 +312,7 @@ def _run(bench: Bench, side: int, options: Any) -> list[Result]:
     generator = random.Random(options.seed)
     cases = [
         case
-        for case in bench.cases(side, generator, options.each)
+        for case in bench.cases(side, generator, options.each, options.sizes)
         if not options.phases or case.event.site.phase in options.phases
     ]
     if options.limit is not None:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracediff.operations import LEAF
+from tracediff.recorders.mlx_autograd import GradientHooks
 from tracediff.recorders.mlx_cotangents import Cotangents
 from tracediff.recorders.mlx_operations import OperationHooks
 
@@ -130,19 +132,32 @@ def _mlx_perturbing(perturbation: Perturbation, meter: Meter) -> Iterator[None]:
         identity.vjp(vjp)
         return identity
 
+    def emit_named(self: Any, named: Sequence[tuple[str, mx.array]]) -> None:
+        for path, grad in reversed(named):
+            if meter.is_at(perturbation, LEAF):
+                meter.done = True
+                grad *= _factor(grad, perturbation.size)  # in the array that the script is given
+            emit_one(self, [(path, grad)])
+
     # This file is not what issued the operation: the recorder passes over names in brackets.
     run.__code__ = run.__code__.replace(co_filename="<perturbing>")
-    original_tap = Cotangents._tap
+    original_tap, emit_one = Cotangents._tap, GradientHooks._emit_named
     OperationHooks._run, Cotangents._tap = run, tap  # type: ignore[method-assign]
+    GradientHooks._emit_named = emit_named  # type: ignore[method-assign]
     try:
         yield
     finally:
         OperationHooks._run = original  # type: ignore[method-assign]
         Cotangents._tap = original_tap  # type: ignore[method-assign]
+        GradientHooks._emit_named = emit_one  # type: ignore[method-assign]
 
 
 def _scaled(array: mx.array, size: float) -> mx.array:
-    return (array * (1 + size * mx.array(signs(array.shape)))).astype(array.dtype)
+    return (array * _factor(array, size)).astype(array.dtype)
+
+
+def _factor(array: mx.array, size: float) -> mx.array:
+    return 1 + size * mx.array(signs(array.shape))
 
 
 @contextmanager

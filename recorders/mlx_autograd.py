@@ -179,14 +179,14 @@ class GradientHooks:
         """Records gradients of parameters, last ones first: the order of a backward pass."""
         state = self._state
         for path, grad in reversed(named):
+            if state.operations is not None:
+                state.operations.parameter_grad(path, grad)
             call = state.tape.next_call("backward", path)
             orders = state.emit_array(
                 "backward", path, "grad", grad, call=call, inputs=self._flows_into(path)
             )
             state.grads_of(path).extend(orders)
             state.name_array(grad, f"{path}:grad", path)
-            if state.operations is not None:
-                state.operations.parameter_grad(path, grad)
 
     def _flows_into(self, path: str) -> tuple[int, ...]:
         """Orders that the gradient of a parameter can have been computed from."""

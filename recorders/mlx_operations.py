@@ -196,7 +196,7 @@ class OperationHooks:
             attributes = {} if base is None else {"inplace": base}
             operation = _operation(function, place, given, kwargs, inputs, attributes)
             orders = self._record(operation, outputs)
-            return result if function.in_place else self._tapped(result, orders)
+            return self._tapped(outputs[0] if function.in_place else result, orders, function)
 
     def _repeated(self, function: Function, result: Any, args: Sequence[Any]) -> Any:
         """The result of an operation that a checkpoint computes again.
@@ -212,13 +212,17 @@ class OperationHooks:
             if order is not None:
                 self._arrays.hold(array, order)
                 orders[id(array)] = order
-        return result if function.in_place else self._tapped(result, orders)
+        return self._tapped(outputs[0] if function.in_place else result, orders, function)
 
-    def _tapped(self, result: Any, orders: Mapping[int, int]) -> Any:
+    def _tapped(self, result: Any, orders: Mapping[int, int], function: Function) -> Any:
+        """The result with taps on its gradients; what was changed in place stays that object."""
         if not self._state.in_gradient:
             return result
         before = _flat(result)
         tapped = self._cotangents.tapped(result, orders)
+        if function.in_place:
+            result[...] = tapped
+            return result
         for new, old in zip(_flat(tapped), before, strict=True):
             self.same(new, old)
         return tapped
@@ -234,7 +238,7 @@ class OperationHooks:
         self, function: Function, args: Sequence[Any], outputs: Sequence[mx.array]
     ) -> bool:
         """Whether the result is the very value that was given: a cast to the same dtype."""
-        if function.name not in ("mlx.astype", "mlx.stop_gradient", "mlx.reshape"):
+        if function.name not in ("mlx.astype", "mlx.reshape"):
             return False
         new, old = outputs[0], args[0]
         if not isinstance(old, mx.array) or (new.dtype, new.shape) != (old.dtype, old.shape):
@@ -275,13 +279,19 @@ class OperationHooks:
         if values is None:
             return None
         name = self._name(array)
-        order = self._arrays.made(f"{LEAF} {name}", values) if name else self._arrays.equal(values)
+        order = self._arrays.made(f"{LEAF} {name}", values) if name else None
+        if not self._is_parameter(array):
+            order = self._arrays.equal(values) if order is None else order
         if order is None:
             order = self._events.leaf(place, name or "constant", values)
             self._leaves[name] = order
             self._arrays.make(f"{LEAF} {name}", values, order)
         self._arrays.hold(array, order, values)
         return order
+
+    def _is_parameter(self, array: mx.array) -> bool:
+        """Whether an array is a parameter: what a step computes is none, even with its value."""
+        return self._state.name_of(array) is not None
 
     def _name(self, array: mx.array) -> str:
         """Name of a parameter or argument of a module that runs, or of what is updated."""

@@ -121,21 +121,54 @@ class Attention:
             scores = np.where(mask, scores, -np.inf) if boolean else scores + widen(mask)
         self.scores = scores
         self.p, shifted = softmax_of(scores, (-1,))
-        unit, length = roundoff(operation), q.shape[-1]
+        self.unit = unit = roundoff(operation)
+        length = q.shape[-1]
         squares = (q**2) @ (self.k**2).swapaxes(-1, -2)
         walk = length * (squares / 6 + products**2 / 9)
         small = np.minimum(np.where(np.isfinite(shifted), -shifted, 0.0), 100.0)
         steps = unit * (FUNCTION + small + math.sqrt(columns) / 3)
         self.of_p = together(self.scale * unit * np.sqrt(walk), steps) * self.p
 
-    def summed(self, per_head: Floats, shape: tuple[int, ...]) -> Floats:
+    def pulled_back(self, grad: Floats, out: Floats, wrt: int) -> tuple[Floats, Floats]:
+        """Gradient of queries (0), keys (1) or values (2) and its spread, with
+        `dS = P (dP - sum(dO O))`. Dao et al., "FlashAttention", 2022, appendix B.2.
+
+        Args:
+            grad: Gradient of the output.
+            out: The output.
+        """
+        if wrt == 2:
+            turned, left, right = self.p.swapaxes(-1, -2), self.of_p.swapaxes(-1, -2), grad
+        else:
+            of_p = grad @ self.v.swapaxes(-1, -2)
+            total = (grad * out).sum(axis=-1, keepdims=True)
+            scores = self.scale * self.p * (of_p - total)
+            around = np.sqrt((grad**2) @ (self.v**2).swapaxes(-1, -2))
+            around = around * math.sqrt(self.q.shape[-1])
+            error = self.scale * together(
+                self.unit * self.p * (around + np.abs(total)), self.of_p * np.abs(of_p - total)
+            )
+            turned, left, right = scores, error, self.k
+            if wrt == 1:
+                turned, left, right = scores.swapaxes(-1, -2), error.swapaxes(-1, -2), self.q
+        value = turned @ right
+        size = np.sqrt((turned**2) @ (right**2))
+        walk = self.unit * math.sqrt(self.p.shape[-1]) * size
+        spread = together(np.sqrt((left**2) @ (right**2)), walk)
+        if wrt and self.groups > 1:
+            value = self.summed(value)
+            spread = np.sqrt(self.summed(spread**2))
+        return value, spread
+
+    def summed(self, per_head: Floats) -> Floats:
         """Adds up the query heads that share a key head."""
-        grouped = per_head.reshape(*shape[:-2], self.groups, *shape[-2:])
+        *batch, heads, rows, width = per_head.shape
+        grouped = per_head.reshape(*batch, heads // self.groups, self.groups, rows, width)
         result: Floats = grouped.sum(axis=-3)
         return result
 
 
-def _mask_of(operation: Operation, place: int) -> NDArray[Any] | None:
+def mask_of(operation: Operation, place: int) -> NDArray[Any] | None:
     rest = operation.inputs[place:]
     return rest[0] if rest else None
 
@@ -147,7 +180,7 @@ def _attention(operation: Operation) -> Replayed | None:
     if argument(operation, "dropout_p", default=0.0) or len(operation.inputs) > 4:
         return None
     q, k, v = (widen(array) for array in operation.inputs[:3])
-    found = Attention(operation, q, k, v, _mask_of(operation, 3))
+    found = Attention(operation, q, k, v, mask_of(operation, 3))
     if operation.output == 1:
         top = found.scores.max(axis=-1)
         value = top + np.log(np.exp(found.scores - top[..., None]).sum(axis=-1))
@@ -163,37 +196,12 @@ def _attention(operation: Operation) -> Replayed | None:
 
 @formula("attention_backward")
 def _attention_backward(operation: Operation) -> Replayed | None:
-    """Gradients of queries, keys and values (outputs 0, 1, 2), with
-    `dS = P (dP - sum(dO O))`. Dao et al., "FlashAttention", 2022, appendix B.2."""
+    """Gradients of queries, keys and values: outputs 0, 1, 2."""
     if len(operation.inputs) < 6 or argument(operation, "dropout_p", default=0.0):
         return None
     grad, q, k, v, out = (widen(array) for array in operation.inputs[:5])
-    found = Attention(operation, q, k, v, _mask_of(operation, 6))
-    unit = roundoff(operation)
-    of_p = grad @ found.v.swapaxes(-1, -2)
-    total = (grad * out).sum(axis=-1, keepdims=True)
-    scores = found.p * (of_p - total)
-    length = found.p.shape[-1]
-    around = np.sqrt((grad**2) @ (found.v**2).swapaxes(-1, -2)) * math.sqrt(q.shape[-1])
-    error = together(unit * found.p * (around + np.abs(total)), found.of_p * np.abs(of_p - total))
-    if operation.output == 0:
-        value, spread = scores @ found.k, np.sqrt((error**2) @ (found.k**2))
-        size = np.sqrt((scores**2) @ (found.k**2))
-    elif operation.output == 1:
-        turned, left = scores.swapaxes(-1, -2), error.swapaxes(-1, -2)
-        value, spread = turned @ q, np.sqrt((left**2) @ (q**2))
-        size = np.sqrt((turned**2) @ (q**2))
-    else:
-        turned, left = found.p.swapaxes(-1, -2), found.of_p.swapaxes(-1, -2)
-        value, spread = turned @ grad, np.sqrt((left**2) @ (grad**2))
-        size = np.sqrt((turned**2) @ (grad**2))
-    if operation.output != 2:
-        value, spread, size = (found.scale * x for x in (value, spread, size))
-    spread = together(spread, unit * math.sqrt(length) * size)
-    if operation.output and found.groups > 1:
-        value = found.summed(value, k.shape)
-        spread = np.sqrt(found.summed(spread**2, k.shape))
-    return rounded(operation, value, spread)
+    found = Attention(operation, q, k, v, mask_of(operation, 6))
+    return rounded(operation, *found.pulled_back(grad, out, operation.output))
 
 
 # ---- losses -------------------------------------------------------------------------------------

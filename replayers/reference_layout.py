@@ -70,9 +70,7 @@ def _stack(operation: Operation) -> Replayed | None:
 def _slice(operation: Operation) -> Replayed | None:
     data = widen(operation.inputs[0])
     if operation.op == "mlx.getitem":
-        given = argument(operation, "arg1")
-        index = tuple(map(_index_of, given)) if isinstance(given, list) else _index_of(given)
-        return exact(operation, data[index])
+        return exact(operation, data[_place_of(operation)])
     if not operation.op.startswith("aten.slice"):
         return None
     where = [slice(None)] * data.ndim
@@ -80,6 +78,12 @@ def _slice(operation: Operation) -> Replayed | None:
         argument(operation, "start"), argument(operation, "end"), argument(operation, "step")
     )
     return exact(operation, data[tuple(where)])
+
+
+def _place_of(operation: Operation) -> Any:
+    """What an array is indexed with, as MLX's recorder wrote it."""
+    given = argument(operation, "arg1")
+    return tuple(map(_index_of, given)) if isinstance(given, list) else _index_of(given)
 
 
 def _index_of(text: Any) -> Any:
@@ -177,6 +181,17 @@ def _scatter(operation: Operation) -> Replayed | None:
     np.add.at(squares, places, widen(values) ** 2)
     most = int(np.bincount(places.reshape(-1)).max(initial=1)) + 1
     return rounded(operation, result, accumulated(operation, result, squares, most))
+
+
+@formula("slice_update")
+def _slice_update(operation: Operation) -> Replayed | None:
+    """`data[index] = value` for slices and numbers."""
+    if operation.op != "mlx.setitem":
+        return None
+    data, *rest = (widen(array) for array in operation.inputs)
+    result = data.copy()
+    result[_place_of(operation)] = rest[0] if rest else argument(operation, "arg2")
+    return exact(operation, result)
 
 
 @formula("topk")

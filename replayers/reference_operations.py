@@ -426,7 +426,8 @@ def softmax_of(data: Floats, axes: Sequence[int]) -> tuple[Floats, Floats]:
 
 @formula("log_softmax", "logsumexp")
 def _log_softmax(operation: Operation) -> Replayed | None:
-    """Small terms of the sum of exponentials may all be rounded one way: K u is allowed."""
+    """Small terms of the sum of exponentials may all be rounded one way: K u is allowed, which is
+    six spreads."""
     data = widen(operation.inputs[0])
     axes = axes_of(operation, data.ndim)
     top = data.max(axis=axes, keepdims=True)
@@ -437,7 +438,7 @@ def _log_softmax(operation: Operation) -> Replayed | None:
         value = top + log
         if not argument(operation, "keepdim", "keepdims", default=False):
             value = value.squeeze(axes)
-        return rounded(operation, value, unit * (length / 2 + np.abs(value)))
+        return rounded(operation, value, unit * (length / LARGEST + np.abs(value)))
     shifted = data - top
-    error = unit * (length / 2 + np.abs(shifted) + np.abs(log))
+    error = unit * (length / LARGEST + np.abs(shifted) + np.abs(log))
     return rounded(operation, shifted - log, error)

@@ -6,7 +6,7 @@ Needs no framework, so any trace can be judged on any machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -20,6 +20,7 @@ from tracediff.replayers import (
     reference_backward,  # noqa: F401  (each enters its formulas into the table)
     reference_fused,  # noqa: F401
     reference_layout,  # noqa: F401
+    reference_vjp_fused,  # noqa: F401
 )
 from tracediff.replayers import reference_elementwise as elementwise
 from tracediff.replayers import reference_glue as glue
@@ -28,8 +29,9 @@ from tracediff.replayers import reference_norms as norms
 from tracediff.replayers import reference_operations as operations
 from tracediff.replayers import reference_products as products
 from tracediff.replayers import reference_rope as rope
+from tracediff.replayers import reference_vjp as vjp
 from tracediff.replayers.reference_gradients import gradient_of
-from tracediff.replaying import Call, Operation, Replayed
+from tracediff.replaying import Call, Operation, Replayed, Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,9 @@ class Replayer(replaying.Replayer):
 
     def recompute(self, operation: Operation) -> Replayed | None:
         return operations.recompute(operation)
+
+    def pull_back(self, uses: Sequence[Use], dtype: str) -> Replayed | None:
+        return vjp.pull_back(uses, dtype)
 
 
 def _formula(op: str) -> _Formula | None:

@@ -8,7 +8,7 @@ implementation away from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -63,6 +63,22 @@ class Operation:
     outputs: int = 1
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One place at which an operation reads a value, and what the backward pass brought there.
+
+    Attributes:
+        operation: The operation, with the forward pass's own inputs.
+        place: Which of its tensor arguments the value is.
+        cotangents: Gradient of the loss with respect to each of its outputs, None where an output
+            has none.
+    """
+
+    operation: Operation
+    place: int
+    cotangents: tuple[NDArray[Any] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +158,17 @@ class Replayer(ABC):
 
     def recompute(self, operation: Operation) -> Replayed | None:
         """Recomputes one output of one operation; None where its formula is not known."""
+        return None
+
+    def pull_back(self, uses: Sequence[Use], dtype: str) -> Replayed | None:
+        """The gradient of a value from those of all that was computed from it: the sum of the
+        vector-Jacobian products of its uses.
+
+        Args:
+            uses: Every use of the value whose results have gradients, one or more.
+            dtype: Of the gradient as recorded.
+
+        Returns:
+            Of the value's shape; None where an operation's derivative is not known.
+        """
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 from tracediff.align.fingerprints import distance, norm, rescaled
@@ -13,6 +14,21 @@ _REACH: Final = 64
 
 _CLEARLY: Final = 1 / 2
 """The nearest candidate is taken if any other is this much further off."""
+
+_KINDS: Final[Mapping[str, frozenset[str]]] = {
+    "exponential": frozenset(
+        {
+            *("exp", "exp2", "expm1", "log", "log1p", "logaddexp", "tanh", "erf", "sigmoid"),
+            *("softmax", "log_softmax", "logsumexp", "softplus", "silu", "gelu", "swiglu"),
+            *("mish", "elu", "attention"),
+        }
+    ),
+    "root": frozenset({"sqrt", "rsqrt", "norm", "std", "rms_norm", "layer_norm"}),
+    "product": frozenset(
+        {"matmul", "addmm", "einsum", "convolution", "gather_matmul", "attention"}
+    ),
+}
+"""What a chain of operations cannot do without if it is to equal one of these."""
 
 _LIKE: Final = 0.2
 """Largest distance of two values that are paired by their fingerprints alone. Two values of one
@@ -39,9 +55,10 @@ def pair_by_flow(matching: _Matching, limit: float) -> None:
         frontier = paired_ancestors(value, matching.partner[1])
         candidates = _candidates(matching, value, frontier)
         if value.count < FEW:
-            near = (distance(c.event.fingerprint, value.event.fingerprint) for c in candidates)
-            candidates = [c for c, d in zip(candidates, near, strict=True) if d <= limit]
-        partner = _choose(value, candidates, _is_disturbed(frontier, matching, limit))
+            own = value.event.fingerprint
+            candidates = [c for c in candidates if distance(c.event.fingerprint, own) <= limit]
+        near = candidates if _is_disturbed(frontier, matching, limit) else []
+        partner = _choose(value, candidates, _of_one_kind(matching, value, near))
         if partner is not None:
             matching.pair(partner, value, "flow")
 
@@ -93,12 +110,35 @@ def _is_disturbed(frontier: list[Value], matching: _Matching, limit: float) -> b
     )
 
 
-def _choose(value: Value, candidates: list[Value], disturbed: bool) -> Value | None:
+def _of_one_kind(matching: _Matching, value: Value, candidates: list[Value]) -> list[Value]:
+    """Candidates that are made of the same kinds of functions as a value: logits less their largest
+    are near their logarithmic softmax, and are something else."""
+    if value.phase == "backward":  # what a gradient is computed by may not be shown
+        return candidates
+    kinds = _kinds(value, matching.partner[1])
+    return [each for each in candidates if _kinds(each, matching.partner[0]) == kinds]
+
+
+def _kinds(value: Value, partner: dict[Value, Value]) -> set[str]:
+    """Kinds of the functions between a value and the nearest paired ones."""
+    found: set[str] = set()
+    seen, waiting = {value}, [value]
+    while waiting and len(seen) < _REACH:
+        each = waiting.pop()
+        found |= {kind for kind, names in _KINDS.items() if each.name in names}
+        inner = [v for v in each.inputs if v not in partner and v not in seen]
+        seen.update(inner)
+        waiting.extend(inner)
+    return found
+
+
+def _choose(value: Value, candidates: list[Value], near: list[Value]) -> Value | None:
     """The candidate of the same name, or that which leaves the module as the value does (the last
     operation of a chain that is one operation on the other stack), or by far the nearest.
 
-    From the same inputs the same value would have been nearer than that: only where the inputs are
-    apart is the nearest one taken.
+    Args:
+        near: Candidates that may be taken for being the nearest: none where the inputs of the value
+            agree, from which the same value would have been nearer than that.
     """
     for alike in (
         [c for c in candidates if c.name == value.name],
@@ -106,8 +146,8 @@ def _choose(value: Value, candidates: list[Value], disturbed: bool) -> Value | N
     ):
         if len(alike) == 1:
             return alike[0]
-    ranked = sorted(((_apart(c, value), c.index, c) for c in candidates), key=lambda r: r[:2])
-    if not ranked or not disturbed or ranked[0][0] > _LIKE:
+    ranked = sorted(((_apart(c, value), c.index, c) for c in near), key=lambda r: r[:2])
+    if not ranked or ranked[0][0] > _LIKE:
         return None
     clear = len(ranked) == 1 or ranked[0][0] < _CLEARLY * ranked[1][0]
     return ranked[0][2] if clear else None

@@ -398,13 +398,13 @@ def fused_halves(
 
 
 def _by_module(matching: Matching, modules: Sequence[Pair]) -> None:
-    """Values that are inputs, outputs or results of paired modules, bit for bit."""
+    """Values that are inputs or outputs of paired modules, bit for bit; recorded ones first."""
     holders: tuple[dict[_Key, Value], dict[_Key, Value]] = ({}, {})
     for side in (0, 1):
         for value in matching.sides[side]:
             for event in value.members:
                 holders[side].setdefault((event.digest, event.dtype, event.site.phase), value)
-    for pair in modules:
+    for pair in sorted(modules, key=lambda p: bool(p.baseline.view or p.target.view)):
         a, b = pair.baseline, pair.target
         phase = "loss" if a.site.phase == "trajectory" else a.site.phase
         found = [

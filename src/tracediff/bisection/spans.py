@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff import stacks
-from tracediff.align.flow import Flow, Value, call_of, name_of, output_of
+from tracediff.align.flow import Flow, Value
+from tracediff.bisection.cotangents import Cotangents, is_cotangent, operation_of
 from tracediff.events import Event
-from tracediff.replaying import Floats, Operation, Replayed, Replayer
+from tracediff.replaying import Floats, Replayed, Replayer
 from tracediff.trace import Trace
 
 _LARGEST: Final = 6.0
@@ -27,11 +28,6 @@ _LARGEST: Final = 6.0
 
 _TYPICAL: Final = 2.0
 """Spreads that the root mean square of many elements stays below: 1 by derivation."""
-
-
-GRADIENT: Final = "grad_out"
-"""Port of a gradient under the name of the operation whose output it belongs to, where a framework
-does not show the operations of its backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,11 @@ class Engine:
 
     trace: Trace
     flow: Flow
+    cotangents: Cotangents = field(init=False)
     _checks: dict[int, Check | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cotangents = Cotangents(self.flow)
 
     def array(self, event: Event) -> NDArray[Any] | None:
         return self.trace.array(event) if event.payload is not None else None
@@ -132,21 +132,12 @@ class Engine:
         Args:
             shape: Of the result, where it is not that of the event.
         """
-        if is_leaf(event) or event.site.port == GRADIENT:
+        if is_cotangent(event):
+            known = dict(zip(self.flow.inputs[event.order], inputs, strict=True))
+            return self.cotangents.pull_back(_reference(), event, known)
+        if is_leaf(event):
             return None
-        return _reference().recompute(
-            Operation(
-                canonical=name_of(event),
-                op=event.op,
-                inputs=tuple(inputs),
-                operands=tuple(event.attributes.get("operands", ())),
-                args=event.attributes.get("args", {}),
-                output=output_of(event),
-                outputs=self.flow.outputs[call_of(event)],
-                shape=event.shape if shape is None else shape,
-                dtype=event.dtype,
-            )
-        )
+        return _reference().recompute(operation_of(event, self.flow, inputs, shape))
 
     # ---- a whole span ----------------------------------------------------------------------
 
@@ -205,7 +196,7 @@ class Engine:
                 waiting.pop()
                 continue
             event = self.flow.events[current]
-            recorded = current in frontier or is_leaf(event) or not is_float(event)
+            recorded = current in frontier or self._is_given(event) or not is_float(event)
             of = self.flow.of_order.get(current)
             moved = of is not None and of.event.order in frontier  # another layout of an input
             if recorded or not (current in inside or moved):
@@ -219,6 +210,11 @@ class Engine:
             arrays = [known[each] for each in inputs]
             found = None if any(a is None for a in arrays) else self.recompute(event, arrays)
             known[current] = found.value if found is not None else None
+
+    def _is_given(self, event: Event) -> bool:
+        """Whether no operation made a value: parameters, and what a backward pass begins with."""
+        begins = is_cotangent(event) and event.shape != () and not self.cotangents.reads(event)
+        return is_leaf(event) or begins
 
 
 def is_float(event: Event) -> bool:
