@@ -18,7 +18,7 @@ from tracediff.errors import RerunError
 from tracediff.events import Event, Site
 from tracediff.trace import Trace
 from tracediff.trace.dtypes import DTYPES
-from tracediff.trace.snapshot import Tree, read_snapshot, snapshot_files
+from tracediff.trace.snapshot import Tree
 from tracediff.trace.summary import FINGERPRINT_FIELDS, digest
 
 Array = NDArray[Any]
@@ -51,7 +51,7 @@ class Rerun:
             raise RerunError(f"{trace.path} has no step {stop}: it has {known}")
         self._trace = trace
         self.stop = stop
-        usable = [step for step in snapshot_files(trace.path) if step <= stop] if skip else []
+        usable = [step for step in trace.snapshots if step <= stop] if skip else []
         self.start = max(usable, default=0)
         self.notes: list[str] = []
         self._step = -1
@@ -62,7 +62,7 @@ class Rerun:
 
     def snapshot(self) -> Tree:
         """What the run was made of before step `start`."""
-        return read_snapshot(self._trace.path, self.start)
+        return self._trace.snapshot(self.start)
 
     # ---- what a skipped step came to -------------------------------------------------------
 

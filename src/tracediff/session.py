@@ -49,6 +49,7 @@ def record(
     keep_snapshots: int | None = None,
     rerun: Rerun | None = None,
     compress: bool = False,
+    seal: bool = False,
     overwrite: bool = False,
     on_error: str = "stop",
     argv: Sequence[str] = (),
@@ -75,6 +76,7 @@ def record(
         snapshot_every: Write a snapshot before every Nth step; by default none.
         keep_snapshots: How many snapshots stay, the latest ones; by default all.
         compress: Compress payloads and snapshots, for archives.
+        seal: Keep a SHA-256 of every file, for evidence; see docs/trace-format.md.
         rerun: A recording of the same script, the first steps of which are skipped.
         settings: Further settings of the run, for the manifest.
         recorder: Makes the recorder; by default that of the stack.
@@ -107,7 +109,7 @@ def record(
             **(settings or {}),
         },
     )
-    writer = _writer(output, run, on_error, overwrite=overwrite, compress=compress)
+    writer = _writer(output, run, on_error, overwrite=overwrite, compress=compress, seal=seal)
     tape = Tape(writer, policy)
     attachable = make(tape)
     if rerun is not None:
@@ -157,6 +159,7 @@ def record_script(
     keep_snapshots: int | None = None,
     rerun: Rerun | None = None,
     compress: bool = False,
+    seal: bool = False,
     overwrite: bool = False,
     on_error: str = "stop",
     settings: Mapping[str, Any] | None = None,
@@ -191,6 +194,7 @@ def record_script(
                 keep_snapshots=keep_snapshots,
                 rerun=rerun,
                 compress=compress,
+                seal=seal,
                 overwrite=overwrite,
                 on_error=on_error,
                 argv=argv,

@@ -44,6 +44,7 @@ def build_trace(
     stack: str = "pytorch",
     status: str = "finished",
     compress: bool = False,
+    seal: bool = False,
     **run_fields: Any,
 ) -> Path:
     """Writes a trace of the given values, every payload kept.
@@ -53,10 +54,10 @@ def build_trace(
         values: Site, as it is printed, and value of each event in execution order, steps
             ascending. A pair's value may also be a tuple of value and further event fields.
         status: `recording` leaves the trace as a killed run would.
-        compress: As `TraceWriter` has it.
+        compress, seal: As `TraceWriter` has them.
         run_fields: Further fields of the run manifest.
     """
-    with TraceWriter(path, Run(stack=stack, **run_fields), compress=compress) as writer:
+    with TraceWriter(path, Run(stack=stack, **run_fields), compress=compress, seal=seal) as writer:
         step, orders = -1, count()
         for text, given in values:
             value, fields = given if isinstance(given, tuple) else (given, {})

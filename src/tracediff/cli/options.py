@@ -99,6 +99,10 @@ Compress = Annotated[
     bool,
     typer.Option("--compress", help="Compress values and snapshots, for archives."),
 ]
+Seal = Annotated[
+    bool,
+    typer.Option("--seal", help="Keep a SHA-256 of every file, for a trace that is evidence."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is there.")]
 OnError = Annotated[
     str,

@@ -25,12 +25,13 @@ def record(
     snapshot_every: options.SnapshotEvery = None,
     keep_snapshots: options.KeepSnapshots = None,
     compress: options.Compress = False,
+    seal: options.Seal = False,
     overwrite: options.Overwrite = False,
     on_error: options.OnError = "stop",
 ) -> int:
     """Run a training script as it is, and record what it computes."""
     from tracediff.session import record_script
-    from tracediff.trace import place
+    from tracediff.trace import Trace, place
 
     run = record_script(
         script,
@@ -45,10 +46,14 @@ def record(
         snapshot_every=snapshot_every,
         keep_snapshots=keep_snapshots,
         compress=compress,
+        seal=seal,
         overwrite=overwrite,
         on_error=on_error,
     )
     for note in run.notes:
         output.tell(f"note: {note}")
     output.tell(f"recorded {script} on {run.stack}, level {run.level}: {place(trace)}")
+    if seal:
+        with Trace(trace) as sealed:
+            output.tell(f"sealed: keep this elsewhere, for verify --seal: {sealed.seal}")
     return 0

@@ -93,13 +93,16 @@ def agreement(rows: Sequence[SiteRow]) -> int:
 def verification(place: str, result: Verification) -> RenderableType:
     """Whether a trace is sound, what is damaged, and what a cut-off run left behind."""
     shape = mark("identical" if result.sound else "diverged")
-    checked = ", ".join(
-        (count(result.steps, "step"), count(result.events, "event"), f"{result.bytes:,} bytes")
-    )
+    parts = [count(result.steps, "step"), count(result.events, "event"), f"{result.bytes:,} bytes"]
+    if result.snapshots:
+        parts.append(count(result.snapshots, "snapshot"))
+    checked = ", ".join(parts)
     line = Text(f"{shape.symbol} {'SOUND' if result.sound else 'DAMAGED'}", f"bold {shape.style}")
     line.append(f"  {inert(place)}: {checked} checked", "not bold default")
     lines = [line]
     lines += [Text(f"  {inert(damage.where)}: {inert(damage.what)}") for damage in result.damage]
+    if result.seal:
+        lines.append(Text(f"  seal: {result.seal}"))
     if result.cut_off:
         lines.append(Text("  the run was cut off, or is still recording", "yellow"))
     elif result.status != "finished":
@@ -127,6 +130,7 @@ def repaired(place: str, result: Repair) -> RenderableType:
     for name, found in result.salvaged.items():
         lines.append(Text(f"  {inert(name)}: never committed, {count(found, 'value')} salvaged"))
     lines += [Text(f"  {inert(name)}: lost, {inert(why)}") for name, why in result.lost.items()]
+    lines += [Text(f"  {inert(name)}: altered since the seal") for name in result.altered]
     return Group(*lines)
 
 

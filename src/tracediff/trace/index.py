@@ -7,7 +7,7 @@ again from the segment wherever it is missing or stale.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -149,12 +149,41 @@ def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepInde
             return None
         found = json.loads(file.read_text(encoding="ascii"))
         if found.get("prefix") is not None:
-            found["prefix"] = Prefix(**found["prefix"])
-        index = StepIndex(**found)
+            found["prefix"] = Prefix(**_typed(found["prefix"], _PREFIX))
+        index = StepIndex(**_typed(found, _INDEX))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     current = (index.step, index.segment_bytes) == (step, segment_bytes)
     return index if current and index.values else None  # earlier releases had no `values`
+
+
+_PREFIX: Final = {"values": int, "generators": int, "counts": int}
+_INDEX: Final = {
+    "step": int,
+    "events": int,
+    "segment_bytes": int,
+    "root": str,
+    "values": str,
+    "states": str,
+    "generators": str,
+    "counts": int,
+    "scalars": object,
+    "prefix": object,
+}
+"""Types of the fields, and of the values of those that are objects."""
+
+_OBJECTS: Final = ("states", "generators", "counts", "scalars")
+
+
+def _typed(found: dict[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
+    """The fields, if each is of its type; raises TypeError otherwise."""
+    for name, value in found.items():
+        held = value.values() if name in _OBJECTS else [value]
+        if name not in types or not all(
+            type(item) is types[name] or types[name] is object for item in held
+        ):
+            raise TypeError(f"{name} is {value!r:.40}")
+    return found
 
 
 def _number(step: int, digest: str) -> int:

@@ -56,6 +56,11 @@ def committed_segments(path: Path) -> int | None:
     return found if type(found) is int else None
 
 
+def is_sealed(path: Path) -> bool:
+    """Whether the run was recorded with a seal, as its manifest says."""
+    return _attributes(path).get("sealed") is True
+
+
 def is_trace(path: Path) -> bool:
     """Whether a folder holds a trace of any format version, damaged or not."""
     try:
@@ -100,11 +105,14 @@ def _run(path: Path, found: Mapping[str, Any]) -> Run:
     return Run(**known)
 
 
-def write_manifest(path: Path, run: Run, segments: int | None = None) -> None:
+def write_manifest(
+    path: Path, run: Run, segments: int | None = None, *, sealed: bool = False
+) -> None:
     """Replaces the manifest atomically: a reader sees the old one or the new one.
 
     Args:
         segments: How many segments were committed, known once the run has ended.
+        sealed: Whether the trace has a seal, or will have one.
     """
     manifest = {field.name: getattr(run, field.name) for field in fields(run)}
     # The manifest is read by other programs, and NaN is no JSON: it becomes a string here.
@@ -112,6 +120,8 @@ def write_manifest(path: Path, run: Run, segments: int | None = None) -> None:
     attributes: dict[str, Any] = {"format": FORMAT, "run": strict}
     if segments is not None:
         attributes["segments"] = segments
+    if sealed:
+        attributes["sealed"] = True
     write_atomically(path / MANIFEST, group_json({"tracediff": attributes}).encode("ascii"))
 
 

@@ -36,6 +36,8 @@ def chunk_shape(shape: Sequence[int], itemsize: int, limit: int = CHUNK_LIMIT) -
 
 def chunk_keys(shape: Sequence[int], chunk: Sequence[int]) -> list[str]:
     """Keys of all chunks in C order, relative to their array; none if the array is empty."""
+    if 0 in shape:
+        return []  # `product` would unroll the other axes first
     grid = [range(-(-size // part)) for size, part in zip(shape, chunk, strict=True)]
     return ["/".join(("c", *map(str, place))) for place in product(*grid)]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -14,10 +15,12 @@ from numpy.typing import NDArray
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site, sample_step
 from tracediff.trace.index import Prefix, StepIndex, index_file, load_index, step_index
-from tracediff.trace.manifest import SEGMENTS, read_manifest
+from tracediff.trace.manifest import MANIFEST, SEGMENTS, SNAPSHOTS, is_sealed, read_manifest
 from tracediff.trace.remote import Mirror, place, url_of
 from tracediff.trace.samples import SampleRows, place_of
+from tracediff.trace.seal import load_seal
 from tracediff.trace.segment import SegmentReader
+from tracediff.trace.snapshot import Tree, load_snapshot, snapshot_files, snapshots_among
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -55,6 +58,11 @@ class Trace:
         self.path = self._mirror.folder if self._mirror else Path(path)
         self.run: Run = read_manifest(self.path)
         self.rank = rank
+        self._seal = load_seal(
+            self.path, sealed=is_sealed(self.path), finished=self.run.status != "recording"
+        )
+        if self._seal is not None and self._seal.closed:
+            self._seal.require(self.path / MANIFEST)
         self._segments = dict(segment_files(self.path, rank, self._mirror))
         self.steps: list[int] = list(self._segments)
         self.bytes_read = 0
@@ -98,6 +106,11 @@ class Trace:
     def is_complete(self) -> bool:
         """Whether the run ended by itself; false while it records or after it was killed."""
         return self.run.status != "recording"
+
+    @property
+    def seal(self) -> str | None:
+        """SHA-256 of the seal of a trace that was recorded with one and ended by itself."""
+        return self._seal.digest if self._seal is not None and self._seal.closed else None
 
     @property
     def bytes_stored(self) -> int:
@@ -173,6 +186,8 @@ class Trace:
             self._mirror.fetch(index_file(self.path, self.rank, step))
         found = load_index(self.path, self.rank, step, size)
         if found is not None:
+            if self._seal is not None:
+                self._seal.require(index_file(self.path, self.rank, step))
             self.bytes_read += index_file(self.path, self.rank, step).stat().st_size
             return found
         rows = self._segment(step).samples()
@@ -199,6 +214,31 @@ class Trace:
         for index in reversed(waiting):
             found = self._prefixes[index.step] = found.then(index)
         return found
+
+    # ---- snapshots -------------------------------------------------------------------------
+
+    @property
+    def snapshots(self) -> list[int]:
+        """Steps before which there is a snapshot, ascending."""
+        return list(self._snapshot_files())
+
+    def snapshot(self, step: int) -> Tree:
+        """What the run was made of before a step; arrays are read-only.
+
+        Raises:
+            TraceError: There is no snapshot of this step.
+            CorruptTraceError: It is damaged.
+        """
+        file = self._snapshot_files().get(step)
+        if file is None:
+            raise TraceError(f"{self.place} has no snapshot of step {step}")
+        with self._fetched(file):
+            return load_snapshot(file, step)
+
+    def _snapshot_files(self) -> dict[int, Path]:
+        if self._mirror is not None:
+            return snapshots_among(self._mirror.files(SNAPSHOTS))
+        return snapshot_files(self.path)
 
     # ---- values ----------------------------------------------------------------------------
 
@@ -267,12 +307,19 @@ class Trace:
         return _cached(self._open, step, lambda: self._open_segment(step))
 
     def _open_segment(self, step: int) -> SegmentReader:
-        file = self._file(step)
-        if self._mirror is None:
+        with self._fetched(self._file(step)) as file:
             return SegmentReader(file, step)
-        segment = SegmentReader(self._mirror.fetch(file), step)
-        file.unlink()  # it stays mapped as long as it is in use
-        return segment
+
+    @contextmanager
+    def _fetched(self, file: Path) -> Iterator[Path]:
+        """A file of the trace, on the local disk for the block; what is mapped stays readable."""
+        if self._mirror is not None:
+            self._mirror.fetch(file)
+        if self._seal is not None:
+            self._seal.require(file)
+        yield file
+        if self._mirror is not None:
+            file.unlink()
 
     def _size(self, file: Path) -> int:
         return self._mirror.size(file) if self._mirror else file.stat().st_size
@@ -308,7 +355,7 @@ def segment_files(path: Path, rank: int, mirror: Mirror | None = None) -> list[t
     folder = path / SEGMENTS / str(rank)
     files: Iterable[Path] = folder.iterdir() if folder.is_dir() else ()
     if mirror is not None:
-        files = mirror.segments(rank)
+        files = mirror.files(SEGMENTS, str(rank))
     named = [file for file in files if file.suffix == ".zip" and _is_number(file.stem)]
     return sorted((int(file.stem), file) for file in named)
 

@@ -23,7 +23,8 @@ from tracediff.errors import (
     UsageError,
 )
 from tracediff.events import Run
-from tracediff.trace.manifest import INDEX, MANIFEST, SEGMENTS
+from tracediff.trace.manifest import INDEX, MANIFEST, SEGMENTS, SNAPSHOTS
+from tracediff.trace.seal import is_seal
 from tracediff.trace.writer import TraceWriter
 
 _URL: Final = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss):/+(?P<rest>.+)", re.DOTALL)
@@ -91,6 +92,13 @@ class Prefix:
         except self._errors as error:
             raise TraceError(f"cannot read {self.url}: {_first_line(error)}") from None
 
+    def delete(self, name: str) -> None:
+        """Removes an object."""
+        try:
+            self._obstore.delete(self._store, name)
+        except self._errors as error:
+            raise TraceError(f"cannot write {self.url}: {_first_line(error)}") from None
+
     def sizes(self) -> dict[str, int]:
         """Name -> size in bytes of every object."""
         try:
@@ -127,9 +135,14 @@ class RemoteWriter(TraceWriter):
             self._spool.cleanup()
 
     def _publish(self, file: Path) -> None:
+        super()._publish(file)
         self._prefix.put(file.relative_to(self._root).as_posix(), file)
         if file.suffix == ".zip":
             file.unlink()
+
+    def _remove(self, file: Path) -> None:
+        super()._remove(file)
+        self._prefix.delete(file.relative_to(self._root).as_posix())
 
 
 def create_trace(path: str | Path, run: Run, **options: Any) -> TraceWriter:
@@ -172,11 +185,13 @@ class Mirror:
             if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name) or ".." in name:
                 raise CorruptTraceError(f"{url} holds an object named {name!r:.80}")
         (self.folder / SEGMENTS).mkdir(parents=True)
-        self.fetch(self.folder / MANIFEST)
+        for name in self.sizes:
+            if name == MANIFEST or is_seal(name):
+                self.fetch(self.folder / name)
 
-    def segments(self, rank: int) -> list[Path]:
-        """Where the segments of a rank are, once they are fetched."""
-        start = f"{SEGMENTS}/{rank}/"
+    def files(self, *parts: str) -> list[Path]:
+        """Where the files of a folder of the trace are, once they are fetched."""
+        start = "/".join((*parts, ""))
         return [self.folder / name for name in self.sizes if name.startswith(start)]
 
     def size(self, file: Path) -> int:
@@ -195,7 +210,7 @@ class Mirror:
     def fetch_all(self) -> Path:
         """Fetches the whole trace; returns its folder."""
         for name in self.sizes:
-            if name == MANIFEST or name.startswith((f"{SEGMENTS}/", f"{INDEX}/")):
+            if name.startswith((f"{SEGMENTS}/", f"{INDEX}/", f"{SNAPSHOTS}/")):
                 self.fetch(self.folder / name)
         return self.folder
 

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from tracediff.errors import CorruptTraceError, NotATraceError, TraceError
 from tracediff.events import Event, Run, Site
 from tracediff.trace.archive import Archive
-from tracediff.trace.manifest import MANIFEST, SEGMENTS, read_manifest
+from tracediff.trace.manifest import MANIFEST, SEGMENTS, SNAPSHOTS, is_sealed, read_manifest
 from tracediff.trace.names import payload_site
 from tracediff.trace.reader import segment_files
 from tracediff.trace.remote import local_copy
+from tracediff.trace.seal import SEAL, load_seal
 from tracediff.trace.segment import HierarchyReader, SegmentReader
+from tracediff.trace.snapshot import snapshot_files
 from tracediff.trace.summary import digest, fingerprint
-from tracediff.trace.verify import check_segment, digest_of
+from tracediff.trace.verify import altered, check_segment, check_snapshot, digest_of
 from tracediff.trace.writer import TraceWriter
 
 _KINDS: Final = {"rng": "state", "rendering": "ids"}
@@ -33,25 +35,30 @@ class Repair:
         rebuilt: Committed segments of which a part was lost: file -> what.
         salvaged: Steps that were never committed: file -> how many values were found. They have
             no data flow, source lines or texts, which are written when a step is committed.
-        lost: Files of which nothing could be read: file -> why.
+        lost: Files of which nothing could be read: file -> why. Of a snapshot all is lost if
+            anything is.
+        altered: Of a trace that was sealed, files that are not what was sealed.
+        snapshots: How many were sound, and copied.
     """
 
     copied: int = 0
     rebuilt: dict[str, list[str]] = field(default_factory=dict)
     salvaged: dict[str, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    altered: list[str] = field(default_factory=list)
+    snapshots: int = 0
 
     @property
     def whole(self) -> bool:
         """Whether the new trace has all that was ever committed."""
-        return not self.rebuilt and not self.lost
+        return not self.rebuilt and not self.lost and not self.altered
 
 
 def repair(path: str | Path, output: str | Path, *, stack: str | None = None) -> Repair:
     """Writes a new trace of all that can be read of another, which is left as it is.
 
     Every value of the new trace matches its digest. Where a committed value does not, its event
-    keeps the digest and loses the value.
+    keeps the digest and loses the value. The new trace has no seal.
 
     Args:
         stack: The stack of the run, for a trace whose manifest is lost.
@@ -77,11 +84,32 @@ def _repair(root: Path, output: str | Path, run: Run) -> Repair:
             _repair_rank(root, folder, writer, result)
             if rank:
                 writer.finish()
-        if result.rebuilt or result.salvaged or result.lost:
+        _repair_snapshots(root, first, result)
+        _check_seal(root, result)
+        if result.rebuilt or result.salvaged or result.lost or result.altered:
             first.add_note(f"repaired: {_summary(result)}")
         status = "failed" if run.status == "recording" else run.status
         first.finish(status, run.error or ("the run was cut off" if status == "failed" else None))
     return result
+
+
+def _repair_snapshots(root: Path, writer: TraceWriter, result: Repair) -> None:
+    for step, file in snapshot_files(root).items():
+        faults = check_snapshot(file, step)
+        if faults:
+            result.lost[str(file.relative_to(root))] = faults[0]
+        else:
+            writer.adopt_snapshot(step, file)
+            result.snapshots += 1
+
+
+def _check_seal(root: Path, result: Repair) -> None:
+    try:
+        finished = read_manifest(root).status != "recording"
+        seal = load_seal(root, sealed=is_sealed(root), finished=finished)
+        result.altered += altered(root, seal) if seal is not None else ()
+    except (NotATraceError, CorruptTraceError):
+        result.altered.append(SEAL)
 
 
 def _manifest(root: Path, stack: str | None) -> Run:
@@ -205,6 +233,10 @@ def _summary(result: Repair) -> str:
     parts = (
         (len(result.rebuilt), "rebuilt in part"),
         (len(result.salvaged), "salvaged before its commit"),
-        (len(result.lost), "lost"),
+        (len([name for name in result.lost if name.startswith(SEGMENTS)]), "lost"),
     )
-    return ", ".join(f"{number} steps {what}" for number, what in parts if number)
+    told = [f"{number} steps {what}" for number, what in parts if number]
+    snapshots = len([name for name in result.lost if name.startswith(SNAPSHOTS)])
+    told += [f"{snapshots} snapshots lost"] if snapshots else []
+    told += [f"{len(result.altered)} files altered since the seal"] if result.altered else []
+    return ", ".join(told)

@@ -58,6 +58,23 @@ class HierarchyReader:
             raise ValueError(f"it is no {self.kind} of a trace")
         return found
 
+    def check_metadata(self) -> None:
+        """Checks that the consolidated metadata is that of the nodes.
+
+        Raises:
+            ValueError: It is not; names the first node.
+        """
+        root = self._document(MANIFEST)
+        consolidated = root.get("consolidated_metadata")
+        found = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+        suffix = f"/{MANIFEST}"
+        nodes = {name.removesuffix(suffix) for name in self.archive.entries if suffix in name}
+        if not isinstance(found, dict) or found.keys() != nodes:
+            raise ValueError("its consolidated metadata does not list its nodes")
+        for path in nodes:
+            if found[path] != self._document(path + suffix):
+                raise ValueError(f"the consolidated metadata of {path} differs from its own")
+
     def _document(self, name: str) -> Any:
         return json.loads(self.archive.read(name))
 
@@ -152,23 +169,6 @@ class SegmentReader(HierarchyReader):
                     f"{info.data_type} {info.shape}"
                 )
             return self._payload(path, info)
-
-    def check_metadata(self) -> None:
-        """Checks that the consolidated metadata is that of the nodes.
-
-        Raises:
-            ValueError: It is not; names the first node.
-        """
-        root = self._document(MANIFEST)
-        consolidated = root.get("consolidated_metadata")
-        found = consolidated.get("metadata") if isinstance(consolidated, dict) else None
-        suffix = f"/{MANIFEST}"
-        nodes = {name.removesuffix(suffix) for name in self.archive.entries if suffix in name}
-        if not isinstance(found, dict) or found.keys() != nodes:
-            raise ValueError("its consolidated metadata does not list its nodes")
-        for path in nodes:
-            if found[path] != self._document(path + suffix):
-                raise ValueError(f"the consolidated metadata of {path} differs from its own")
 
     def _check_root(self) -> int:
         found = self.attributes()

@@ -7,7 +7,8 @@ of its root group, where `{"$array": "arrays/3"}` stands for an array; nothing i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from tracediff.trace.segment import HierarchyReader
 Tree = dict[str, Any]
 """Nested dictionaries (with string or integer keys), lists and tuples of JSON values and arrays."""
 
+_NUMBER: Final = re.compile(r"[0-9]{8,18}")
 _ARRAY: Final = "$array"
 _TUPLE: Final = "$tuple"
 _ITEMS: Final = "$items"
@@ -32,18 +34,20 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 def snapshot_files(root: Path) -> dict[int, Path]:
     """Complete snapshots by the step that they were taken before, ascending."""
     folder = root / SNAPSHOTS
-    files = folder.glob("*.zip") if folder.is_dir() else iter(())
-    return dict(sorted((int(f.stem), f) for f in files if f.stem.isascii() and f.stem.isdecimal()))
+    return snapshots_among(folder.iterdir() if folder.is_dir() else ())
 
 
-def write_snapshot(
-    root: Path, step: int, tree: Tree, keep: int | None = None, *, packed: bool = False
-) -> list[str]:
+def snapshots_among(files: Iterable[Path]) -> dict[int, Path]:
+    """Those files that are complete snapshots; what has another name never was one."""
+    found = (file for file in files if file.suffix == ".zip" and _NUMBER.fullmatch(file.stem))
+    return dict(sorted((int(file.stem), file) for file in found))
+
+
+def write_snapshot(root: Path, step: int, tree: Tree, *, packed: bool = False) -> list[str]:
     """Writes a snapshot under a temporary name, waits for the disk and renames it.
 
     Args:
         step: The step that comes next.
-        keep: How many snapshots stay, the latest ones; the others are removed. None keeps all.
         packed: Compress the arrays.
 
     Returns:
@@ -61,9 +65,6 @@ def write_snapshot(
     except BaseException:
         file.abandon()
         raise
-    if keep is not None:
-        for old in list(snapshot_files(root).values())[:-keep]:
-            old.unlink()
     return packer.lost
 
 
@@ -77,7 +78,12 @@ def read_snapshot(root: Path, step: int) -> Tree:
     file = snapshot_files(root).get(step)
     if file is None:
         raise TraceError(f"{root} has no snapshot of step {step}")
-    return _SnapshotReader(file).tree(step)
+    return load_snapshot(file, step)
+
+
+def load_snapshot(file: Path, step: int) -> Tree:
+    """As `read_snapshot`, of a file."""
+    return SnapshotReader(file).tree(step)
 
 
 class _Packer:
@@ -112,7 +118,9 @@ class _Packer:
         return path
 
 
-class _SnapshotReader(HierarchyReader):
+class SnapshotReader(HierarchyReader):
+    """One snapshot."""
+
     kind = "snapshot"
 
     def tree(self, step: int) -> Tree:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.events import Event
 from tracediff.trace.index import Prefix, StepIndex, index_file, load_index, step_index
-from tracediff.trace.manifest import SEGMENTS, committed_segments, read_manifest
+from tracediff.trace.manifest import (
+    INDEX,
+    MANIFEST,
+    SEGMENTS,
+    SNAPSHOTS,
+    committed_segments,
+    is_sealed,
+    read_manifest,
+)
 from tracediff.trace.reader import segment_files
 from tracediff.trace.remote import local_copy
 from tracediff.trace.samples import SampleRows
-from tracediff.trace.segment import SegmentReader
+from tracediff.trace.seal import SEAL, Seal, load_seal
+from tracediff.trace.segment import HierarchyReader, SegmentReader
+from tracediff.trace.snapshot import SnapshotReader, snapshot_files
 from tracediff.trace.summary import digest, digest_value
 
 
@@ -39,7 +52,8 @@ class Verification:
         status: Status of the run, from its manifest.
         damage: Everything that is wrong, in the order of the segments.
         unfinished: Files of steps that were never committed, as a kill leaves them; no damage.
-        steps: Number of segments checked, and likewise events and bytes.
+        steps: Number of segments checked, and likewise events, bytes of segments, and snapshots.
+        seal: SHA-256 of the seal, if the trace has one and the run ended by itself.
     """
 
     status: str
@@ -48,6 +62,8 @@ class Verification:
     steps: int = 0
     events: int = 0
     bytes: int = 0
+    snapshots: int = 0
+    seal: str | None = None
 
     @property
     def sound(self) -> bool:
@@ -60,8 +76,12 @@ class Verification:
         return self.status == "recording"
 
 
-def verify(path: str | Path) -> Verification:
-    """Checks every committed segment: its layout, all checksums, and every event's digest.
+def verify(path: str | Path, seal: str | None = None) -> Verification:
+    """Checks every committed segment: its layout, all checksums, and every event's digest; every
+    snapshot; and the seal of a trace that has one.
+
+    Args:
+        seal: SHA-256 of the seal as it was told when the trace was recorded, in hexadecimal.
 
     Raises:
         NotATraceError: The path is missing, or holds something else than a trace.
@@ -69,7 +89,11 @@ def verify(path: str | Path) -> Verification:
         CorruptTraceError: The manifest is damaged.
     """
     with local_copy(path) as root:
-        return _verify(root)
+        result = _verify(root)
+    if seal is not None and result.seal != seal.lower():
+        what = f"its SHA-256 is {result.seal}, and {seal} was asked for"
+        result.damage.append(Damage(SEAL, what if result.seal else "the trace has no seal"))
+    return result
 
 
 def _verify(root: Path) -> Verification:
@@ -84,6 +108,8 @@ def _verify(root: Path) -> Verification:
         found = len(segment_files(root, 0))
         what = f"{found} segments are there, and the run committed {committed}"
         result.damage.append(Damage(f"{SEGMENTS}/0", what))
+    _check_snapshots(root, result)
+    _check_seal(root, result)
     return result
 
 
@@ -108,6 +134,66 @@ def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> No
     known = {file for _, file in files}
     others = [file for file in sorted(folder.iterdir()) if file not in known]
     result.unfinished += [_within(root, file) for file in others]
+
+
+def _check_snapshots(root: Path, result: Verification) -> None:
+    known = snapshot_files(root)
+    for step, file in known.items():
+        where = _within(root, file)
+        result.snapshots += 1
+        result.damage += [Damage(where, what) for what in check_snapshot(file, step)]
+    folder = root / SNAPSHOTS
+    others = set(folder.iterdir()) - set(known.values()) if folder.is_dir() else ()
+    result.unfinished += [_within(root, file) for file in sorted(others)]
+
+
+def check_snapshot(file: Path, step: int) -> list[str]:
+    """What is wrong with a snapshot: its layout, checksums, tree, and the digests of weights."""
+    faults: list[str] = []
+    try:
+        snapshot = SnapshotReader(file)
+        faults += _check_bytes(snapshot)
+        tree = snapshot.tree(step)
+        with snapshot.reading():
+            faults += _other_weights(tree, "")
+    except CorruptTraceError as error:
+        faults.append(str(error.__cause__ or error))
+    return faults
+
+
+def _other_weights(tree: Mapping[Any, Any], place: str) -> Iterator[str]:
+    """Values in a snapshot's tree that do not have the digest that stands beside them."""
+    value = tree.get("value")
+    if isinstance(value, np.ndarray) and tree.get("digest") not in (None, digest(value).hex()):
+        yield f"{place} does not have its digest"
+    for name, below in tree.items():
+        if isinstance(below, Mapping):
+            yield from _other_weights(below, f"{place}.{name}".removeprefix("."))
+
+
+def _check_seal(root: Path, result: Verification) -> None:
+    try:
+        seal = load_seal(root, sealed=is_sealed(root), finished=not result.cut_off)
+    except CorruptTraceError as error:
+        result.damage.append(Damage(SEAL, str(error)))
+        return
+    if seal is None:
+        return
+    result.damage += [Damage(name, what) for name, what in altered(root, seal).items()]
+    result.seal = seal.digest if seal.closed else None
+
+
+def altered(root: Path, seal: Seal) -> dict[str, str]:
+    """Files that are not what was sealed: name -> what is wrong."""
+    folders = (root / name for name in (SEGMENTS, INDEX, SNAPSHOTS))
+    there = {
+        _within(root, file)
+        for folder in folders
+        for file in folder.rglob("*")
+        if not file.name.startswith(".") and not file.is_dir()
+    }
+    names = sorted(there | seal.sums.keys() | ({MANIFEST} if seal.closed else set()))
+    return {name: what for name in names if (what := seal.fault(root / name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +225,7 @@ def check_segment(file: Path, step: int) -> CheckedSegment:
     return CheckedSegment(faults, len(events) + len(rows), index)
 
 
-def _check_bytes(segment: SegmentReader) -> Iterator[str]:
+def _check_bytes(segment: HierarchyReader) -> Iterator[str]:
     """Checksums of all entries, and that nothing else is in the file."""
     for name in segment.archive.entries:
         try:

@@ -30,11 +30,16 @@ from tracediff.trace.manifest import (
     sync_folder,
     write_manifest,
 )
+from tracediff.trace.seal import Sealer, is_seal
 from tracediff.trace.segment_writer import SegmentWriter
 from tracediff.trace.snapshot import Tree, snapshot_files, write_snapshot
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 
 _OURS: Final = frozenset({MANIFEST, f".{MANIFEST}.tmp", SEGMENTS, INDEX, SNAPSHOTS})
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or is_seal(name)
 
 
 class TraceWriter:
@@ -57,6 +62,7 @@ class TraceWriter:
         overwrite: bool = False,
         rank: int = 0,
         compress: bool = False,
+        seal: bool = False,
         on_refusal: Callable[[str], None] | None = None,
     ) -> None:
         """Creates the trace, with status `recording`.
@@ -68,6 +74,7 @@ class TraceWriter:
             rank: Rank of this process. Rank 0 creates the trace and owns its manifest, others
                 join it.
             compress: Compress payloads and snapshots, for archives: their digests are the same.
+            seal: Keep a SHA-256 of every file, see `seal`.
             on_refusal: Called once with one sentence when the file system refuses a write, such as
                 on a full disk; from then on nothing is written and nothing raised. By default the
                 error is raised.
@@ -85,6 +92,8 @@ class TraceWriter:
         self._root = self.path.resolve()
         self._folder = self._root / SEGMENTS / str(rank)
         self._pid = os.getpid()
+        self._sealer = Sealer(self._root, rank) if seal else None
+        self._snapshots: list[Path] = []
         self._segment: SegmentWriter | None = None
         self._encoder = Encoder()
         self._last_step = -1
@@ -166,17 +175,26 @@ class TraceWriter:
         Args:
             step: Its step, after all that were committed before.
         """
-        final = self._folder / f"{step:08d}.zip"
-        temporary = final.with_name(f".{final.name}.tmp")
         with self._whole_steps():
-            shutil.copyfile(segment, temporary)
-            with temporary.open("rb") as copy:
-                os.fsync(copy.fileno())
-            temporary.rename(final)
-            sync_folder(final.parent)
+            self._adopt(segment, self._folder / f"{step:08d}.zip")
             self._write_index(index)
         self._last_step = step
         self._committed += 1
+
+    def adopt_snapshot(self, step: int, snapshot: Path) -> None:
+        """Copies a sound snapshot of another trace."""
+        with self._whole_steps():
+            (self._root / SNAPSHOTS).mkdir(exist_ok=True)
+            self._adopt(snapshot, self._root / SNAPSHOTS / f"{step:08d}.zip")
+
+    def _adopt(self, file: Path, final: Path) -> None:
+        temporary = final.with_name(f".{final.name}.tmp")
+        shutil.copyfile(file, temporary)
+        with temporary.open("rb") as copy:
+            os.fsync(copy.fileno())
+        temporary.rename(final)
+        sync_folder(final.parent)
+        self._publish(final)
 
     def _write_index(self, index: StepIndex) -> None:
         self._so_far = self._so_far.then(index)
@@ -192,11 +210,18 @@ class TraceWriter:
         """Writes a snapshot of the run before a step; see `snapshot.write_snapshot`.
 
         Only rank 0 keeps snapshots.
+
+        Args:
+            keep: How many of this run's snapshots stay, the latest ones; the others are removed
+                once this one is complete. None keeps all.
         """
         if not self.rank and os.getpid() == self._pid and not self._gave_up():
             with self._whole_steps():
-                lost = write_snapshot(self._root, step, tree, keep, packed=self._compress)
-                self._publish(snapshot_files(self._root)[step])
+                lost = write_snapshot(self._root, step, tree, packed=self._compress)
+                self._snapshots.append(snapshot_files(self._root)[step])
+                self._publish(self._snapshots[-1])
+                while keep is not None and len(self._snapshots) > keep:
+                    self._remove(self._snapshots.pop(0))
                 return lost
         return []
 
@@ -226,6 +251,10 @@ class TraceWriter:
                 status, error = "failed", error or str(self._refused)
             self.run = replace(self.run, status=status, error=error)
             self._write_manifest(self._committed)
+            if self._sealer is not None:
+                with self._whole_steps():
+                    self._sealer.add(self._root / MANIFEST)
+                    self._publish(self._sealer.close())
         finally:
             self._lock.release()
         if meant_well:
@@ -258,11 +287,20 @@ class TraceWriter:
     def _write_manifest(self, committed: int | None = None) -> None:
         if self.rank == 0 and os.getpid() == self._pid:
             with self._whole_steps():
-                write_manifest(self._root, self.run, committed)
+                sealed = self._sealer is not None
+                write_manifest(self._root, self.run, committed, sealed=sealed)
                 self._publish(self._root / MANIFEST)
 
     def _publish(self, file: Path) -> None:
-        """Called with each file once it is complete on the disk; for traces kept elsewhere."""
+        """Called with each file once it is complete on the disk."""
+        if self._sealer is not None and file.parent != self._root:
+            self._sealer.add(file)
+
+    def _remove(self, file: Path) -> None:
+        """Removes a file that was published."""
+        file.unlink(missing_ok=True)
+        if self._sealer is not None:
+            self._sealer.forget(file)
 
     def _check(self, event: Event, payload: NDArray[Any] | None) -> None:
         step = event.site.step
@@ -294,7 +332,7 @@ class TraceWriter:
         try:
             (new / SEGMENTS / "0").mkdir(parents=True)
             lock = Lock(new)
-            write_manifest(new, self.run)
+            write_manifest(new, self.run, sealed=self._sealer is not None)
             _put(new, root, replacing=old is not None)
         except BaseException:
             if lock is not None:
@@ -317,7 +355,7 @@ class TraceWriter:
             raise TraceExistsError(
                 f"{self.path} is no trace, so it is not overwritten: choose another path"
             )
-        foreign = sorted(item.name for item in self._root.iterdir() if item.name not in _OURS)
+        foreign = sorted(item.name for item in self._root.iterdir() if not _is_ours(item.name))
         if foreign:
             raise TraceExistsError(
                 f"{self.path} holds {foreign[0]!r}, which is no part of a trace, so it is not "
