@@ -8,7 +8,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PYTEST_ARGS ?=
+# Files of tests in as many processes as there are processors; one thread each, so that they do not
+# fight over them.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-quick faults rendering-size lint format venv clean
 
@@ -16,10 +19,10 @@ demo: $(STAMP)
 	$(BIN)/tracediff demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST) $(PYTEST_ARGS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(TEST) -m "not slow" $(PYTEST_ARGS)
 
 faults: $(STAMP)
 	$(BIN)/python -m benchmarks.faults --jobs 2 --json faults.json --markdown docs/accuracy.md

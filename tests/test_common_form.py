@@ -13,6 +13,7 @@ from tracediff.align import align
 from tracediff.bisection import bisect, diff
 from tracediff.bisection.batches import same_rows
 from tracediff.bisection.relayouts import relayout
+from tracediff.cli import main
 from tracediff.events import Event, Site
 from tracediff.testing import build_trace
 from tracediff.verdict import Verdict
@@ -221,10 +222,12 @@ def test_diff_tells_where_each_divergence_comes_from(tmp_path: Path) -> None:
     healed = {row.site: row.origin for row in diff(tmp_path / "a.zarr", tmp_path / "b.zarr")}
     assert healed["0/loading/block.up.weight:param"] == "healed"
     assert healed["0/forward/block#0:out"] == ""
+    assert main(["diff", *(str(tmp_path / f"{side}.zarr") for side in "ab")]) == 0
     (tmp_path / "wrong").mkdir()
     compared(tmp_path / "wrong", block_run(PLAIN), block_run(OTHER, inconsistent=True))
     rows = diff(tmp_path / "wrong" / "a.zarr", tmp_path / "wrong" / "b.zarr")
     assert {row.site: row.origin for row in rows}["0/loading/block.up.weight:param"] == "introduced"
+    assert main(["diff", *(str(tmp_path / "wrong" / f"{side}.zarr") for side in "ab")]) == 1
 
 
 def test_an_inconsistent_relayout_is_found_at_loading(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ PAYLOAD = "tensors/forward/m0#0/out"
         {"events/sketch/zarr.json": lambda d: {**d, "shape": [10**9, 256]}},
         {"events/sketch_index/zarr.json": lambda d: {**d, "shape": [3], "chunk_grid": {}}},
     ],
-    ids=str,
+    ids="+".join,
 )
 def test_hostile_columns_are_refused(path: Path, changes: dict[str, object]) -> None:
     rewrite(path, changes)
@@ -365,7 +365,7 @@ def chunked(document: dict[str, object], shape: list[int], chunk: list[int]) -> 
         {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [0] * 100, [1] * 100)},
         {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40, 1], [40])},
     ],
-    ids=str,
+    ids="+".join,
 )
 def test_hostile_payloads_are_refused(path: Path, changes: dict[str, object]) -> None:
     rewrite(path, changes)

@@ -311,7 +311,7 @@ BOMB = compress(np.zeros(1 << 22, np.uint8), TEXTS)
         {"samples/sample/zarr.json": lambda d: {**d, "shape": [10**12]}},
         {"samples/sample/zarr.json": lambda d: {**d, "data_type": "int32"}},
     ],
-    ids=str,
+    ids="+".join,
 )
 def test_hostile_tables_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = rendered(tmp_path / "t")

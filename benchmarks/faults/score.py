@@ -116,7 +116,7 @@ def markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
         "",
         "What `python -m benchmarks.faults` (or `make faults`) measured last; it writes this page.",
         "Planted faults and clean twins on tiny models with random weights: see "
-        "`benchmarks/faults/planted.py` and `twins.py`. Intervals are Wilson's, at 95%.",
+        "`benchmarks/faults/planted/` and `twins.py`. Intervals are Wilson's, at 95%.",
         "",
         f"- Measured on {facts['date']}: {len(results)} cases in {facts['seconds']:.0f} s.",
         f"- {facts['machine']}, Python {facts['python']}, {versions}.",

@@ -58,9 +58,10 @@ def sites(rows: Sequence[SiteRow]) -> RenderableType:
         table.add_row(*_site_cells(row))
     marks = Counter(row.mark for row in rows)
     compared = len(rows) - marks["unmatched"]
+    healed = sum(row.origin == "healed" for row in rows)
     total = (
-        f"{count(compared, 'site')} compared, {marks['diverged']:,} diverged, "
-        f"{marks['unmatched']:,} unmatched"
+        f"{count(compared, 'site')} compared, {marks['diverged']:,} diverged"
+        f"{f' ({healed:,} of them healed)' if healed else ''}, {marks['unmatched']:,} unmatched"
     )
     return Group(table, Text(), Text(total, "bold"))
 
@@ -83,11 +84,14 @@ def sites_json(rows: Sequence[SiteRow]) -> dict[str, Any]:
 
 
 def agreement(rows: Sequence[SiteRow]) -> int:
-    """The exit code of a list of sites: nothing compared is never agreement."""
-    marks = {row.mark for row in rows}
-    if "diverged" in marks:
+    """The exit code of a list of sites: nothing compared is never agreement.
+
+    What heals is no divergence of the runs, as `bisect` has it.
+    """
+    compared = [row for row in rows if row.mark != "unmatched"]
+    if any(row.mark == "diverged" and row.origin != "healed" for row in compared):
         return 1
-    return 0 if marks & {"identical", "equivalent"} else 125
+    return 0 if compared else 125
 
 
 def verification(place: str, result: Verification) -> RenderableType:
