@@ -30,7 +30,7 @@ from tracediff.replayers.reference_operations import (
     widen,
 )
 from tracediff.replayers.reference_rounding import ROUNDING, together
-from tracediff.replaying import Floats, Operation, Replayed, Use
+from tracediff.replaying import Floats, Replayed, Use
 
 
 @dataclass(frozen=True, slots=True)
