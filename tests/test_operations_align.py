@@ -57,7 +57,9 @@ def names(pairs: Sequence[ValuePair]) -> set[tuple[str, str]]:
 
 
 def align(a: Run, b: Run, rules: Rules | None = None) -> list[ValuePair]:
-    return align_operations(a.events, b.events, STACKS, rules=rules)[2]
+    """The pairs of values, without what is only on the way to one."""
+    found = align_operations(a.events, b.events, STACKS, rules=rules)[2]
+    return [pair for pair in found if pair.layout != "part"]
 
 
 def floats(*shape: int, seed: int = 1) -> Array:
@@ -161,6 +163,34 @@ def test_a_fused_norm_is_paired_with_the_last_operation_of_the_chain() -> None:
         assert found.baseline.event.site.path == f"model.layers.{layer}.norm@mul"
         assert found.matched_by == "fingerprint"
     assert len(pairs) == len(Flow(b.events).values)
+
+
+def test_what_is_on_the_way_belongs_to_the_result() -> None:
+    """An update by `mul, addcmul` and one by `square, mul, mul, add`, the moment being zero."""
+    a, b, g = Run(), Run(), floats(8, 8)
+    for run, names_of in ((a, ("mul", "addcmul")), (b, ("mul", "add"))):
+        grad = run.add("w@leaf", g, leaf=True)
+        zero = run.add("w@zeros", 0 * g, leaf=True)
+        given = [run.add(f"w@{names_of[0]}", 0 * g, [zero]), grad]
+        if run is b:
+            square = run.add("w@square", g**2, [grad])
+            given[1] = run.add("w@mul", g**2 * np.float32(0.5), [square])
+        moment = run.add(f"w@{names_of[1]}", g**2 * np.float32(0.5), given)
+        run.add("w@sqrt", abs(g), [moment])
+    pairs = align_operations(a.events, b.events, STACKS)[2]
+    parts = [(p.baseline.event.op, p.target.event.op) for p in pairs if p.layout == "part"]
+    assert parts == [("addcmul", "square")]
+
+
+def test_what_starts_from_other_values_is_on_no_way() -> None:
+    a, b, g = Run(), Run(), floats(8, 8)
+    for run in (a, b):
+        grad = run.add("w@leaf", g, leaf=True)
+        other = run.add("v@leaf", floats(8, 8, seed=3), leaf=True)
+        given = [grad] if run is a else [run.add("w@mul", g * other, [grad, other])]
+        run.add("w@exp", np.exp(g), given)
+    pairs = align_operations(a.events, b.events, STACKS)[2]
+    assert [p for p in pairs if p.layout == "part"] == []
 
 
 @pytest.mark.parametrize("error", [1e-5, 1e-3, 1e-1, 10.0])

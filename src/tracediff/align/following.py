@@ -41,6 +41,8 @@ class _Matching(Protocol):
 
     def pair(self, a: Value, b: Value, label: str) -> None: ...
 
+    def is_part(self, a: Value, b: Value, label: str) -> None: ...
+
 
 def pair_by_flow(matching: _Matching, limit: float) -> None:
     """Pairs each value, in the order of execution, with one that is computed from the partners of
@@ -163,3 +165,42 @@ def _apart(a: Value, b: Value) -> float:
     """Distance of two fingerprints, a common factor left aside if that brings them nearer."""
     x, y = a.event.fingerprint, b.event.fingerprint
     return min(distance(x, y), distance(rescaled(x, norm(y)), y))
+
+
+def pair_parts(matching: _Matching) -> None:
+    """Pairs what one side computes on the way to a value with the other side's value, where that is
+    computed from the same: `square, mul` before `add` with one `addcmul`.
+
+    Both have to start from the same paired values, so that nothing else can be meant.
+    """
+    for side in (0, 1):
+        partner, back = matching.partner[side], matching.partner[1 - side]
+        known: set[Value] = set()
+        for value in matching.sides[side]:
+            if value not in partner or all(x in partner for x in value.inputs):
+                continue
+            inner, starts = _way_to(value, partner)
+            new = [x for x in inner if x not in known]
+            if new and {partner[x] for x in starts} == _way_to(partner[value], back)[1]:
+                known.update(new)
+                for each in new:
+                    pair = (each, partner[value]) if side == 0 else (partner[value], each)
+                    matching.is_part(*pair, "parts")
+
+
+def _way_to(value: Value, partner: dict[Value, Value]) -> tuple[list[Value], set[Value]]:
+    """The unpaired values that one is computed through, and the paired ones that it starts from."""
+    inner, starts, waiting = [], set(), list(value.inputs)
+    seen = {value}
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each in partner:
+            if norm(each.event.fingerprint) > 0:  # an optimizer's state before the first update
+                starts.add(each)
+        elif not each.is_leaf:
+            inner.append(each)
+            waiting.extend(each.inputs)
+    return inner, starts

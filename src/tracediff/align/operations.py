@@ -12,7 +12,8 @@ And, for what follows a divergence, where values no longer tell:
 - `module`: what module-level alignment paired, the output of a module being that of an operation;
 - `structure`: as many operations of one canonical name and size in one module, in order;
 - `flow`: what is computed from paired values, by name, by where it leaves the module, or nearest;
-- `pattern`: the place at which the like was paired in another layer.
+- `pattern`: the place at which the like was paired in another layer;
+- `parts`: what one side computes on the way between paired values, with the other side's result.
 
 Values that several others could be are paired by name, order and data flow, or not at all.
 """
@@ -30,7 +31,7 @@ from typing import Final
 
 from tracediff.align.fingerprints import Fingerprint, Index, distance, fused, norm, tolerance
 from tracediff.align.flow import FEW, Flow, Value, is_operation
-from tracediff.align.following import pair_by_flow
+from tracediff.align.following import pair_by_flow, pair_parts
 from tracediff.align.names import Rules, canonical, parent
 from tracediff.events import ROOT, Event, Pair
 
@@ -50,7 +51,8 @@ class ValuePair:
     """Two values taken for the same, and the pass that paired them.
 
     Attributes:
-        layout: `whole`, or `half` where one of them is half of the other.
+        layout: `whole`, `half` where one of them is half of the other, or `part` where one of them
+            is on the way to the partner of the other.
     """
 
     baseline: Value
@@ -70,6 +72,9 @@ class Matching:
     def pair(self, a: Value, b: Value, label: str, layout: str = "whole") -> None:
         self.partner[0][a], self.partner[1][b] = b, a
         self.pairs.append(ValuePair(a, b, label, layout))
+
+    def is_part(self, a: Value, b: Value, label: str) -> None:
+        self.pairs.append(ValuePair(a, b, label, "part"))
 
     def unpaired(self, side: int) -> Iterator[Value]:
         return (value for value in self.sides[side] if value not in self.partner[side])
@@ -120,6 +125,7 @@ def align_operations(
     pair_by_flow(matching, limit)
     _by_pattern(matching)
     pair_by_flow(matching, limit)
+    pair_parts(matching)
     return *flows, sorted(matching.pairs, key=lambda pair: pair.baseline.index)
 
 
