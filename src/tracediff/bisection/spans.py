@@ -29,6 +29,8 @@ _LARGEST: Final = 6.0
 _TYPICAL: Final = 2.0
 """Spreads that the root mean square of many elements stays below: 1 by derivation."""
 
+_KEPT: Final = 1 << 16
+"""Bytes up to which a payload is kept once it was read."""
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -90,12 +92,21 @@ class Engine:
     flow: Flow
     cotangents: Cotangents = field(init=False)
     _checks: dict[int, Check | None] = field(default_factory=dict)
+    _arrays: dict[int, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cotangents = Cotangents(self.flow)
 
     def array(self, event: Event) -> NDArray[Any] | None:
-        return self.trace.array(event) if event.payload is not None else None
+        """The payload of an event. Small ones are kept: each is asked for several times."""
+        if event.payload is None:
+            return None
+        found = self._arrays.get(event.order)
+        if found is None:
+            found = self.trace.array(event)
+            if found.nbytes <= _KEPT:
+                self._arrays[event.order] = found
+        return found
 
     # ---- one operation ---------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import ml_dtypes
@@ -159,6 +160,7 @@ def largest_deviations(
     )
 
 
+@cache
 def unit_roundoff(dtype: str) -> float:
     """Half the spacing of the floats at 1: `2**-24` for float32, `2**-8` for bfloat16.
 
