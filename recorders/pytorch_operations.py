@@ -181,7 +181,12 @@ class OperationHooks:
         node: range,
     ) -> Any:
         arguments = list(tensors(func, args, kwargs))
-        found = [self._order(a.tensor, place) if a.read else None for a in arguments]
+        places = self._places(func, arguments, place)
+        wanted = {i for share, where in places if where is not None for i in share}
+        found = [
+            self._order(a.tensor, place) if a.read and i in wanted else None
+            for i, a in enumerate(arguments)
+        ]
         bases = [self._base(a.tensor) if a.written else None for a in arguments]
         given = [self._flow.key(a.tensor) for a in arguments]
         result = func(*args, **kwargs)
@@ -198,7 +203,9 @@ class OperationHooks:
         if not written and any(self._flow.is_blank(tensor) for tensor in outputs):
             return result  # a view of memory that nothing was written to
         plain, operands = plain_arguments(func, args, kwargs)
-        for share in shares(func, arguments, outputs):
+        for share, (_, where) in zip(shares(func, arguments, outputs), places, strict=True):
+            if where is None:
+                continue
             own = [arguments[i] for i in share.arguments]
             inputs = [order for i in share.arguments if (order := found[i]) is not None]
             attributes = self._attributes(func, plain)
@@ -207,12 +214,21 @@ class OperationHooks:
                 attributes |= {} if base is None else {"inplace": base}
             else:
                 attributes |= self._view_of(own, share.outputs)
-            where = self._of_parameter(place, own)
-            if not self._state.tape.policy.records_operations(self._step, where.path):
-                continue  # another parameter of a list of them
             operation = Operation(str(func), where, inputs, plain, operands, attributes)
             self._record(operation, share.outputs, written, node)
         return result
+
+    def _places(
+        self, func: Any, arguments: Sequence[Argument], place: Place
+    ) -> list[tuple[Sequence[int], Place | None]]:
+        """Arguments and place of each part that is recorded as one operation; no place for another
+        parameter of a list than those that are recorded."""
+        found: list[tuple[Sequence[int], Place | None]] = []
+        for share in shares(func, arguments, []):
+            where = self._of_parameter(place, [arguments[i] for i in share.arguments])
+            kept = self._state.tape.policy.records_operations(self._step, where.path)
+            found.append((share.arguments, where if kept else None))
+        return found
 
     def _of_parameter(self, place: Place, arguments: Sequence[Argument]) -> Place:
         """The same place; in an update, at the path of the parameter that it is an update of."""

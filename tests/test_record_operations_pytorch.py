@@ -366,6 +366,24 @@ def test_only_one_module(tmp_path: Path, only: str) -> None:
     assert all(path.startswith(inside) for path in kept)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_only_one_parameter_of_an_update(tmp_path: Path, foreach: bool) -> None:
+    """Updates of all parameters at once hold nothing of the others, not even their values."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+
+    def job() -> None:
+        model(X).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+        optimizer.step()
+
+    trace = select(tmp_path / "run", job, only="1.weight")
+    found = operations(trace, "optimizer", leaves=True)
+    shared = [event for event in found if not event.site.path.startswith("1.weight@")]
+    assert all(event.attributes["name"] == "constant" and not event.shape for event in shared)
+    assert "addcdiv" in {event.attributes["canonical"] for event in found}
+
+
 def test_only_some_steps(tmp_path: Path) -> None:
     model = Function(lambda x, w: x * w)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
