@@ -22,7 +22,8 @@ import tracediff
 from benchmarks.naming import Bench, Result, table
 from tracediff.align import align
 from tracediff.align.flow import FEW, is_operation, name_of
-from tracediff.align.operations import ValuePair, align_operations
+from tracediff.align.matching import ValuePair
+from tracediff.align.operations import align_operations
 from tracediff.events import Event
 from tracediff.trace import Trace
 

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from tracediff.align.fingerprints import distance, fused, same_elements, tolerance
 from tracediff.align.flow import Flow
+from tracediff.align.matching import ValuePair
 from tracediff.align.names import Rename, Rules
-from tracediff.align.operations import ValuePair, align_operations
+from tracediff.align.operations import align_operations
 from tracediff.compare.layouts import find_layout
 from tracediff.events import Event, Site
 from tracediff.trace.summary import digest, fingerprint

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from tracediff.align.fingerprints import distance, norm, rescaled
 from tracediff.align.flow import FEW, Value
+from tracediff.align.matching import Matching
 
 _REACH: Final = 64
 """Unpaired values that are walked through, up to the paired ones or down from them."""
@@ -35,16 +36,7 @@ _LIKE: Final = 0.2
 meaning may be as far apart as an error is large; values of different meaning are further."""
 
 
-class _Matching(Protocol):
-    sides: tuple[list[Value], list[Value]]
-    partner: tuple[dict[Value, Value], dict[Value, Value]]
-
-    def pair(self, a: Value, b: Value, label: str) -> None: ...
-
-    def is_part(self, a: Value, b: Value, label: str) -> None: ...
-
-
-def pair_by_flow(matching: _Matching, limit: float) -> None:
+def pair_by_flow(matching: Matching, limit: float) -> None:
     """Pairs each value, in the order of execution, with one that is computed from the partners of
     what it was computed from itself.
 
@@ -80,7 +72,7 @@ def paired_ancestors(value: Value, partner: dict[Value, Value]) -> list[Value]:
     return found
 
 
-def _candidates(matching: _Matching, value: Value, frontier: list[Value]) -> list[Value]:
+def _candidates(matching: Matching, value: Value, frontier: list[Value]) -> list[Value]:
     """Unpaired values of the same size that are computed from the partners, through unpaired ones.
 
     Parameters and constants reach everywhere; only what was computed itself is followed, where
@@ -104,7 +96,7 @@ def _candidates(matching: _Matching, value: Value, frontier: list[Value]) -> lis
     return sorted(found, key=lambda v: v.index)
 
 
-def _is_disturbed(frontier: list[Value], matching: _Matching, limit: float) -> bool:
+def _is_disturbed(frontier: list[Value], matching: Matching, limit: float) -> bool:
     """Whether the values that one is computed from are apart themselves."""
     return any(
         distance(each.event.fingerprint, matching.partner[1][each].event.fingerprint) > limit
@@ -112,7 +104,7 @@ def _is_disturbed(frontier: list[Value], matching: _Matching, limit: float) -> b
     )
 
 
-def _of_one_kind(matching: _Matching, value: Value, candidates: list[Value]) -> list[Value]:
+def _of_one_kind(matching: Matching, value: Value, candidates: list[Value]) -> list[Value]:
     """Candidates that are made of the same kinds of functions as a value: logits less their largest
     are near their logarithmic softmax, and are something else."""
     if value.phase == "backward":  # what a gradient is computed by may not be shown
@@ -167,7 +159,7 @@ def _apart(a: Value, b: Value) -> float:
     return min(distance(x, y), distance(rescaled(x, norm(y)), y))
 
 
-def pair_parts(matching: _Matching) -> None:
+def pair_parts(matching: Matching) -> None:
     """Pairs what one side computes on the way to a value with the other side's value, where that is
     computed from the same: `square, mul` before `add` with one `addcmul`.
 

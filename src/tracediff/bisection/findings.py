@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tracediff.align.flow import Value
-from tracediff.align.operations import ValuePair
+from tracediff.align.matching import ValuePair
 from tracediff.bisection.narrowing import Narrowed
 from tracediff.bisection.spans import Check, Span
 from tracediff.events import Event

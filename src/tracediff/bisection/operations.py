@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from tracediff.align import Alignment
 from tracediff.align.fingerprints import distance, tolerance
 from tracediff.align.flow import Flow, Value, name_of
+from tracediff.align.matching import ValuePair
 from tracediff.align.names import Rules
-from tracediff.align.operations import ValuePair, align_operations
+from tracediff.align.operations import align_operations
 from tracediff.bisection.findings import Finding
 from tracediff.bisection.narrowing import narrow
 from tracediff.bisection.spans import (
