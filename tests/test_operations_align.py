@@ -292,9 +292,9 @@ def test_cost_is_near_linear(repeated: bool) -> None:
                     )
                 )
             sides.append(run)
-        started = time.perf_counter()
+        started = time.process_time()
         pairs = align(*sides)
-        seconds[count] = time.perf_counter() - started
+        seconds[count] = time.process_time() - started
         assert len(pairs) == count
     assert seconds[5_000] < 50 * max(seconds[500], 0.02)
 
