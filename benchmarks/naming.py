@@ -125,9 +125,14 @@ class Bench:
         return Trace(path)
 
     def cases(
-        self, side: int, generator: random.Random, each: int = 1, every_size: bool = False
+        self,
+        side: int,
+        generator: random.Random,
+        each: int = 1,
+        sizes: Sequence[float] = (),
     ) -> Iterator[Case]:
-        """For each operation of a stack and each phase, a few of its calls, and sizes in turn."""
+        """For each operation of a stack and each phase, a few of its calls, with one size in turn,
+        or with all that are given."""
         events = [e for e in self.clean[side].events(0) if is_operation(e)]
         by_order = {event.order: event for event in events}
         groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
@@ -140,7 +145,7 @@ class Bench:
             for event in generator.sample(found, min(each, len(found))):
                 turn += 1
                 first = _first_output(event, by_order)
-                for size in SIZES if every_size else (SIZES[turn % len(SIZES)],):
+                for size in sizes or (SIZES[turn % len(SIZES)],):
                     where = Perturbation(first, event.op, size, event.order - first)
                     yield Case(self.family, *self.stacks, side, event, size, where)
 

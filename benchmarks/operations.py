@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=1, help="calls of each operation and phase")
     parser.add_argument("--limit", type=int, help="at most so many cases of each pair and side")
     parser.add_argument("--phases", nargs="+", choices=PHASES)
-    parser.add_argument("--every-size", action="store_true", help="each operation at every size")
+    parser.add_argument("--sizes", nargs="+", type=float, default=(), help="every one of these")
     parser.add_argument("--keep", type=Path, help="folder of recordings, which are used again")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -158,7 +158,7 @@ def _run(bench: Bench, side: int, options: Any) -> list[Result]:
     generator = random.Random(f"{options.seed} {bench.family} {bench.stacks} {side}")
     cases = [
         case
-        for case in bench.cases(side, generator, options.each, options.every_size)
+        for case in bench.cases(side, generator, options.each, options.sizes)
         if not options.phases or case.event.site.phase in options.phases
     ]
     if options.limit is not None:

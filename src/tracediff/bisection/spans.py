@@ -32,6 +32,7 @@ _TYPICAL: Final = 2.0
 _KEPT: Final = 1 << 16
 """Bytes up to which a payload is kept once it was read."""
 
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The operations of one side that make a paired value.
