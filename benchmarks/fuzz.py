@@ -5,7 +5,8 @@ with a verdict or with one sentence: no traceback, no hang, no flood of memory, 
 outside, and nothing that acts on the terminal or in the browser.
 
 Mutants are made and read in processes forked from one that has everything imported, thousands in
-each. What the reader makes of a mutant is compared and reported unless it was met before.
+each. What the reader makes of a mutant is compared unless it was met before, and reported unless
+only numbers in the verdict are new.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 import unicodedata
 from collections import Counter
@@ -53,9 +54,10 @@ SILENCE: Final = 60.0
 """Seconds without a word from a process, after which it is taken to wait for ever."""
 
 MEGABYTES: Final = 1024
-BATCH: Final = 1000
+BATCH: Final = 2000
 
 _ACTING: Final = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f")
+_NUMBER: Final = re.compile(r"[0-9.]+(e[+-]?[0-9]+)?")
 _VERDICT_ONLY: Final = ("baseline", "target", "cost")
 
 Tell = Callable[[tuple[str, int, str]], Any]
@@ -111,6 +113,7 @@ class Examiner:
         document = to_json(verdict)
         json.loads(dumps(document))
         told = dumps({k: v for k, v in document.items() if k not in _VERDICT_ONLY})
+        told = _NUMBER.sub("0", told)
         if told not in self._seen:
             self._seen.add(told)
             self._print(render(verdict))
@@ -199,6 +202,7 @@ def read_mutants(seeds: list[Seed], numbers: range, root: Path, tell: Tell) -> N
     expected = _names(root)
     for number in numbers:
         place = number % len(seeds)
+        tell(("begun", number, seeds[place].name))
         what = f"{seeds[place].name}, {mutators[place].make(number, mutant)}"
         tell(("made", number, what))
         try:
@@ -266,13 +270,19 @@ def _child(seeds: list[Seed], numbers: range, root: Path, pipe: Connection) -> N
 
 
 def fuzz(
-    count: int, start: int = 0, folder: Path | None = None, *, forked: bool = True
+    count: int,
+    start: int = 0,
+    folder: Path | None = None,
+    *,
+    forked: bool = True,
+    progress: Callable[[int, Counter[str], list[str]], None] = lambda *_: None,
 ) -> tuple[Counter[str], list[str]]:
     """Runs `count` mutants.
 
     Args:
         folder: Where to keep traces meanwhile; memory is faster than a disk.
         forked: In processes of their own, with their memory limited.
+        progress: Called after each process with how many mutants are done, and the results so far.
 
     Returns:
         How they ended, and a description of each that broke a promise.
@@ -300,6 +310,7 @@ def fuzz(
             if why:
                 broken.append(f"mutant {last[0]} ({last[1]}): the process {why}")
             start = numbers.stop if not why else int(last[0]) + 1
+            progress(start - stop + count, endings, broken)
     return endings, broken
 
 
@@ -335,24 +346,20 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="number of the first one")
     parser.add_argument("--folder", type=Path, help="where to keep them, such as /dev/shm")
     given = parser.parse_args()
-    endings: Counter[str] = Counter()
-    faults = 0
-    began = time.process_time()
-    for first in range(given.start, given.start + given.count, BATCH):
-        count = min(BATCH, given.start + given.count - first)
-        found, broken = fuzz(count, first, given.folder)
-        endings += found
-        faults += len(broken)
+    told = 0
+
+    def progress(done: int, endings: Counter[str], broken: list[str]) -> None:
+        nonlocal told
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = time.process_time() - began + used.ru_utime + used.ru_stime
-        for line in broken:
-            print(line)
-        done = first + count - given.start
-        each = f"{1000 * seconds / done:.1f} ms of processor time each"
-        print(f"{done:,} mutants, {each}; {faults} broken", flush=True)
+        each = 1000 * (used.ru_utime + used.ru_stime) / done
+        print("\n".join(broken[told:]))
+        told = len(broken)
+        print(f"{done:,} mutants, {each:.1f} ms each; {told} broken", flush=True)
+
+    endings, broken = fuzz(given.count, given.start, given.folder, progress=progress)
     for ending, times in endings.most_common(12):
         print(f"{times:8,d}  {ending}")
-    sys.exit(1 if faults else 0)
+    sys.exit(1 if broken else 0)
 
 
 if __name__ == "__main__":

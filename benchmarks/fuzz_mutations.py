@@ -70,7 +70,7 @@ class Mutator:
             name = rng.choice([*files, *3 * [f for f in files if f.endswith(".zip")]])
             try:
                 done.append(f"{name}: {self._mutate(files, name, rng)}")
-            except (ValueError, KeyError, IndexError, RecursionError, TypeError) as error:
+            except (ValueError, LookupError, RecursionError, TypeError, AttributeError) as error:
                 done.append(f"{name}: no second mutation, {type(error).__name__}")
         self._write(files, target)
         if rng.random() < 0.05:
@@ -84,6 +84,9 @@ class Mutator:
             return what
         if not name.endswith(".zip"):
             assert isinstance(held, bytes)
+            if not name.endswith(".json"):
+                files[name] = _line(held, rng)
+                return "a line"
             files[name] = _json(_nested(json.loads(held), rng))
             return "a value of its JSON"
         if isinstance(held, bytes) and rng.random() < 0.15:
@@ -129,6 +132,15 @@ def _bytes(held: bytes, rng: random.Random) -> tuple[bytes, str]:
     else:
         data.clear()
     return bytes(data), f"{what} {length} bytes at {at}"
+
+
+def _line(held: bytes, rng: random.Random) -> bytes:
+    """A text file with a line that is another, or comes twice."""
+    lines = held.split(b"\n")
+    names = (b"../../x", b"zarr.json", b"segments/0/../../../etc/passwd", b"segments/\x1b[31m", b"")
+    other = b"0" * 64 + b"  " + rng.choice(names)
+    lines[rng.randrange(len(lines))] = rng.choice((other, rng.choice(lines), MARK.encode()))
+    return b"\n".join(lines)
 
 
 def _structure(held: bytes, rng: random.Random) -> tuple[bytes, str]:

@@ -100,9 +100,9 @@ def _samples(fault: float) -> Values:
 
 def _steps(fault: float) -> Values:
     """Steps of which only the last but one differs, for the bisection by index."""
-    for step in range(5):
-        yield f"{step}/forward/fc#0:out", _W + step + fault * (step == 3)
-        yield f"{step}/trajectory/loss#0", 2.5 - step + fault * (step == 3)
+    for step in range(4):
+        yield f"{step}/forward/fc#0:out", _W + step + fault * (step == 2)
+        yield f"{step}/trajectory/loss#0", 2.5 - step + fault * (step == 2)
 
 
 def _snapshots(folder: Path, name: str) -> Seed:
@@ -122,5 +122,6 @@ _SEEDS: Final[Mapping[str, Callable[[Path, str], Seed]]] = {
     "operations": partial(_pair, _operations),
     "samples": partial(_pair, _samples),
     "steps": partial(_pair, _steps),
+    "sealed": partial(_pair, _steps, seal=True),
     "snapshots": _snapshots,
 }

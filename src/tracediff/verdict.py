@@ -206,6 +206,7 @@ class Verdict:
         environment: Settings that differ: name, baseline's value, target's value.
         next_command: The command that a user would run next, or "".
         trajectory: Learning-curve rows: step, name, baseline's value, target's value.
+        rank: Of runs of several processes, the rank that all of this is about; None otherwise.
     """
 
     outcome: str
@@ -225,6 +226,7 @@ class Verdict:
     warnings: tuple[str, ...] = ()
     next_command: str = ""
     replayed: Replayed | None = None
+    rank: int | None = None
     cost: Cost = field(default_factory=Cost)
 
     @property

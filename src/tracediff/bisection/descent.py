@@ -19,6 +19,7 @@ from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.localised import first_operation
 from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
+from tracediff.bisection.ranks import over_ranks
 from tracediff.bisection.replayed import Replay
 from tracediff.bisection.samples import counts
 from tracediff.trace import Trace
@@ -63,10 +64,10 @@ def bisect(
     replayed: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Compares two traces and names the first site at which they part.
+    """Compares two traces and names the first site at which they part, over all ranks.
 
     Args:
-        baseline, target: Traces or their paths.
+        baseline, target: Traces or their paths; a Trace of a rank above 0 stands for that alone.
         rules: A rules file with names of your own, see docs/alignment.md.
         min_coverage: Fraction of events that must be compared for a clean verdict.
         rtol, atol: `PATTERN=VALUE`, tolerances that replace the bound at matching sites.
@@ -77,12 +78,25 @@ def bisect(
         TraceError: A trace cannot be read.
         UsageError, RulesError: An option is malformed.
     """
-    started = time.perf_counter()
     options = _options(rules, min_coverage, rtol, atol)
+    return over_ranks(
+        baseline, target, lambda a, b: _bisect((a, b), options, noise, replayed, progress)
+    )
+
+
+def _bisect(
+    traces: tuple[Trace, Trace],
+    options: Options,
+    noise: Path | str | None,
+    replayed: Path | str | None,
+    progress: Progress | None,
+) -> Verdict:
+    """As `bisect`, of one rank."""
+    started = time.perf_counter()
     with ExitStack() as stack:
-        traces = _opened(baseline, stack), _opened(target, stack)
         if noise is not None:
-            options = replace(options, noise=Noise(traces[0], _opened(noise, stack)))
+            other = _opened(noise, stack, traces[0].rank)
+            options = replace(options, noise=Noise(traces[0], other))
         replay = _replay(traces, replayed, options, stack)
         steps, halving = [], Halving(traces)
         for step in _steps(traces, options, progress, halving=halving):
@@ -134,18 +148,19 @@ def diff(
     rtol: Sequence[str] = (),
     atol: Sequence[str] = (),
     noise: Path | str | None = None,
+    rank: int = 0,
     progress: Progress | None = None,
 ) -> list[SiteRow]:
-    """Compares two traces at every site of every common step.
+    """Compares two traces at every site of every common step, at one rank.
 
     Returns:
         One row per pair in the order of the ladder and of execution, then the unmatched events.
     """
     options = _options(rules, 0.0, rtol, atol)
     with ExitStack() as stack:
-        traces = _opened(baseline, stack), _opened(target, stack)
+        traces = _opened(baseline, stack, rank), _opened(target, stack, rank)
         if noise is not None:
-            options = replace(options, noise=Noise(traces[0], _opened(noise, stack)))
+            options = replace(options, noise=Noise(traces[0], _opened(noise, stack, rank)))
         steps = _steps(traces, options, progress, every_sample=True)
         return [row for step in steps for row in _rows(step)]
 
@@ -176,8 +191,11 @@ def _options(
     return Options(load_rules(Path(rules)), min_coverage, tolerances)
 
 
-def _opened(trace: Path | str | Trace, stack: ExitStack) -> Trace:
-    return trace if isinstance(trace, Trace) else stack.enter_context(Trace(Path(trace)))
+def _opened(trace: Path | str | Trace, stack: ExitStack, rank: int = 0) -> Trace:
+    if isinstance(trace, Trace):
+        return trace
+    whole = stack.enter_context(Trace(Path(trace)))
+    return stack.enter_context(whole.of_rank(rank)) if rank else whole
 
 
 def _replay(
@@ -185,7 +203,7 @@ def _replay(
 ) -> Replay | None:
     if path is None:
         return None
-    trace = _opened(path, stack)
+    trace = _opened(path, stack, traces[1].rank)
     return Replay(traces, trace, _steps((traces[0], trace), options, None))
 
 

@@ -22,6 +22,7 @@ def diff(
     rtol: options.Rtol = None,
     atol: options.Atol = None,
     noise: options.Noise = None,
+    rank: options.Rank = 0,
 ) -> int:
     """Compare two traces at every site, and list them all."""
     from tracediff import bisection
@@ -37,6 +38,7 @@ def diff(
             rtol=rtol or (),
             atol=atol or (),
             noise=noise,
+            rank=rank,
             progress=progress,
         )
     rows = select(found, stage, step)

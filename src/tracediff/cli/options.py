@@ -103,6 +103,9 @@ Seal = Annotated[
     bool,
     typer.Option("--seal", help="Keep a SHA-256 of every file, for a trace that is evidence."),
 ]
+Rank = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Of a run of several processes: which one.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is there.")]
 OnError = Annotated[
     str,

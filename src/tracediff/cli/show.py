@@ -15,6 +15,7 @@ def show(
         str | None,
         typer.Argument(metavar="[SITE]", help="A site as reports print it, or a part of one."),
     ] = None,
+    rank: options.Rank = 0,
     json: options.Json = None,
 ) -> int:
     """Say what a trace holds: the run, its steps, or the values at a site."""
@@ -23,7 +24,7 @@ def show(
     from tracediff.trace import Trace
 
     output.check_writable(json)
-    with Trace(path) as trace:
+    with Trace(path) as whole, whole.of_rank(rank) if rank else whole as trace:
         seen = inspect_trace(trace) if site is None else inspect_site(trace, site)
         if json is not None:
             output.write(json, dumps(seen.as_json()))

@@ -27,6 +27,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
                 "format": FORMAT,
                 "outcome": verdict.outcome,
                 "reason": verdict.reason,
+                **({} if verdict.rank is None else {"rank": verdict.rank}),
                 "baseline": verdict.baseline,
                 "target": verdict.target,
                 "first": divergence(first) if first else None,

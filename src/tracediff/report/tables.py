@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -107,12 +107,27 @@ def verification(place: str, result: Verification) -> RenderableType:
     lines += [Text(f"  {inert(damage.where)}: {inert(damage.what)}") for damage in result.damage]
     if result.seal:
         lines.append(Text(f"  seal: {result.seal}"))
+    if len(result.ranks) > 1:
+        lines.append(Text(f"  {_ranks(result.ranks)}", "" if _even(result.ranks) else "yellow"))
     if result.cut_off:
         lines.append(Text("  the run was cut off, or is still recording", "yellow"))
     elif result.status != "finished":
         lines.append(Text(f"  the run {inert(result.status)}", "yellow"))
     lines += [Text(f"  never committed: {inert(name)}") for name in result.unfinished]
     return Group(*lines)
+
+
+def _even(ranks: Mapping[int, int]) -> bool:
+    """Whether no rank is missing, and all have as many steps."""
+    return set(ranks) == set(range(len(ranks))) and len(set(ranks.values())) == 1
+
+
+def _ranks(ranks: Mapping[int, int]) -> str:
+    if _even(ranks):
+        return f"{len(ranks)} ranks, {count(ranks[0], 'step')} each"
+    lacking = sorted(set(range(max(ranks) + 1)) - set(ranks)) if max(ranks) < 10_000 else []
+    told = [f"rank {rank} has {count(steps, 'step')}" for rank, steps in sorted(ranks.items())]
+    return ", ".join([*(f"rank {rank} is missing" for rank in lacking[:3]), *told[:8]])
 
 
 def verification_json(place: str, result: Verification) -> dict[str, Any]:

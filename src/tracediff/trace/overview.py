@@ -30,6 +30,9 @@ def overview(trace: Trace) -> RenderableType:
     if not trace.is_complete:
         head.append(" (the run was cut off, or still records)")
     lines: list[RenderableType] = [head]
+    if len(trace.ranks) > 1:
+        others = ", ".join(str(rank) for rank in trace.ranks)
+        lines.append(Text(f"ranks {others}; these are the steps of rank {trace.rank}"))
     if run.argv:
         lines.append(Text(" ".join(run.argv), style="dim", overflow="fold"))
     if run.error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 CACHED_STEPS: Final = 16
 """Segments that are kept open, and whose events are kept in memory, at a time."""
+
+_RANK: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 
 _T = TypeVar("_T")
 
@@ -70,6 +73,16 @@ class Trace:
         self._open: OrderedDict[int, SegmentReader] = OrderedDict()
         self._events: OrderedDict[int, list[Event]] = OrderedDict()
 
+    def of_rank(self, rank: int) -> Trace:
+        """The same trace, read at another rank.
+
+        Raises:
+            TraceError: It has no such rank.
+        """
+        if rank not in self.ranks:
+            raise TraceError(f"{self.place} has no rank {rank}: it has {_listed(self.ranks)}")
+        return Trace(self.place, rank=rank)
+
     @classmethod
     def open(cls, path: str | Path) -> Self:
         """Opens a trace; the same as `Trace(path)`."""
@@ -101,6 +114,16 @@ class Trace:
     def identity(self) -> str:
         """Equal for two readers of one trace, whatever its path was called."""
         return self.place if self._mirror else str(self.path.resolve())
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the processes that recorded into the trace, ascending."""
+        if self._mirror is not None:
+            names = [file.parent.name for file in self._mirror.files(SEGMENTS)]
+        else:
+            names = [folder.name for folder in (self.path / SEGMENTS).glob("*")]
+        found = {int(name) for name in names if _RANK.fullmatch(name)}
+        return sorted(found | {0})
 
     @property
     def is_complete(self) -> bool:
@@ -372,6 +395,10 @@ def _cached(cache: OrderedDict[int, _T], step: int, make: Callable[[], _T]) -> _
             cache.popitem(last=False)
     cache.move_to_end(step)
     return cache[step]
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} only" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _ranges(steps: list[int]) -> str:

@@ -53,6 +53,7 @@ class Verification:
         damage: Everything that is wrong, in the order of the segments.
         unfinished: Files of steps that were never committed, as a kill leaves them; no damage.
         steps: Number of segments checked, and likewise events, bytes of segments, and snapshots.
+        ranks: Number of segments by rank.
         seal: SHA-256 of the seal, if the trace has one and the run ended by itself.
     """
 
@@ -63,6 +64,7 @@ class Verification:
     events: int = 0
     bytes: int = 0
     snapshots: int = 0
+    ranks: dict[int, int] = field(default_factory=dict)
     seal: str | None = None
 
     @property
@@ -115,6 +117,7 @@ def _verify(root: Path) -> Verification:
 
 def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> None:
     files = segment_files(root, rank)
+    result.ranks[rank] = len(files)
     prefix: Prefix | None = Prefix()
     last = -1
     for step, file in files:
