@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +12,7 @@ from tracediff.bisection import blame, circumstances, missing, samples
 from tracediff.bisection.coverage import coverage, is_counted
 from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.explain import Setting, divergence, explain, neighbours
+from tracediff.bisection.halving import Halving
 from tracediff.bisection.healing import Step, first_of, place_of
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.localised import operation_options
@@ -38,13 +39,16 @@ class Assembly:
         traces: tuple[Trace, Trace],
         steps: Sequence[Step],
         options: Options,
-        proven: Mapping[str, int] | None = None,
+        halving: Halving,
     ) -> None:
         """
         Args:
-            proven: Number of events by stage that are bit-equal in steps that were not opened.
+            halving: What is known of steps that were not opened.
         """
-        self._proven = {k: v for k, v in (proven or {}).items() if k not in _NOT_COUNTED}
+        self._proven = {k: v for k, v in halving.proven.items() if k not in _NOT_COUNTED}
+        self._course = halving.course
+        left_out = halving.course.left_out if halving.course else {}
+        self._close = {k: v for k, v in left_out.items() if k not in _NOT_COUNTED}
         self._traces = traces
         self._steps = steps
         self._options = options
@@ -62,6 +66,8 @@ class Assembly:
             (f for s in self._steps if (f := first_of(s, self._traces, passed_over)) is not None),
             None,
         )
+        if self._course is not None:
+            self._warnings += self._course.told()
         self._warnings += _each_once(note for step in self._steps for note in step.notes)
         if passed_over:
             self._warnings += [_passed_over(judged) for judged in passed_over[:3]]
@@ -113,7 +119,8 @@ class Assembly:
         if first is not None:
             return self._diverged(first, first)
         counted = [j for j in self._judged if j.event.site.phase != "environment"]
-        total = len(counted) + self._samples[0] + sum(self._proven.values())
+        close = sum(self._close.values())
+        total = len(counted) + self._samples[0] + sum(self._proven.values()) + close
         if not total:
             return (
                 "incomparable",
@@ -135,11 +142,11 @@ class Assembly:
             for step in self._steps
             for event, _ in (*step.alignment.baseline_only, *step.alignment.target_only)
         )
-        if not differing and whole:
+        if not differing and not close and whole:
             return "identical", f"all {total} events compared are bit-equal", None
         reason = (
-            f"{total} events agree: {total - len(differing)} bit-equal, "
-            f"{len(differing)} within what rounding explains{_how_closely(differing)}"
+            f"{total} events agree: {total - len(differing) - close} bit-equal, "
+            f"{len(differing) + close} within what rounding explains{_how_closely(differing)}"
         )
         return "equivalent", reason, None
 
@@ -180,7 +187,8 @@ class Assembly:
     def _stage(self, name: str, outcome: str) -> StageResult:
         judged = [j for j in self._judged if j.event.site.phase == name]
         counted, unequal, unlisted = self._samples if name == "rendering" else (0, 0, (0, 0))
-        compared = len(judged) + counted + self._proven.get(name, 0)
+        close = self._close.get(name, 0)
+        compared = len(judged) + counted + self._proven.get(name, 0) + close
         only = tuple(
             sum(e.site.phase == name for s in self._steps for e, _ in getattr(s.alignment, side))
             + n
@@ -188,7 +196,7 @@ class Assembly:
         )
         lacking = sum(d.stage == name for s in self._steps for d in s.lacking)
         diverged = sum(j.mark == "diverged" for j in judged) + lacking
-        differing = sum(j.mark != "identical" for j in judged) + unequal
+        differing = sum(j.mark != "identical" for j in judged) + unequal + close
         reason = None
         if not compared and not lacking:
             mark = "not exercised"

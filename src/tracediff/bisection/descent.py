@@ -12,7 +12,7 @@ from tracediff.align import load_rules
 from tracediff.bisection import missing
 from tracediff.bisection.assembly import Assembly
 from tracediff.bisection.common import common_form
-from tracediff.bisection.halving import Halving
+from tracediff.bisection.halving import Halving, Visit
 from tracediff.bisection.healing import Step, first_of, origin
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
@@ -21,6 +21,7 @@ from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
 from tracediff.bisection.ranks import over_ranks
 from tracediff.bisection.replayed import Replay
+from tracediff.bisection.resuming import resume
 from tracediff.bisection.samples import counts
 from tracediff.trace import Trace
 from tracediff.verdict import (
@@ -62,6 +63,7 @@ def bisect(
     atol: Sequence[str] = (),
     noise: Path | str | None = None,
     replayed: Path | str | None = None,
+    every_step: bool = False,
     progress: Progress | None = None,
 ) -> Verdict:
     """Compares two traces and names the first site at which they part, over all ranks.
@@ -73,6 +75,8 @@ def bisect(
         rtol, atol: `PATTERN=VALUE`, tolerances that replace the bound at matching sites.
         noise: A replicate of the baseline, whose differences from it widen the bounds.
         replayed: A replay of the target with the baseline, which decides what is introduced.
+        every_step: Judge every step that is not bit-equal, also those that are no further apart
+            than the steps before them.
 
     Raises:
         TraceError: A trace cannot be read.
@@ -98,7 +102,8 @@ def _bisect(
             other = _opened(noise, stack, traces[0].rank)
             options = replace(options, noise=Noise(traces[0], other))
         replay = _replay(traces, replayed, options, stack)
-        steps, halving = [], Halving(traces)
+        plain = not (every_step or rtol or atol or noise or replayed)
+        steps, halving = [], Halving(traces, by_marks=plain)
         for step in _steps(traces, options, progress, halving=halving):
             steps.append(step)
             step.operation = first_operation(traces, step.number, step.alignment, options)
@@ -106,7 +111,8 @@ def _bisect(
                 replay.decide(step)
             if first_of(step, traces, []) is not None:
                 break
-        verdict = Assembly(traces, steps, options, halving.proven).verdict()
+            halving.take(step)
+        verdict = Assembly(traces, steps, options, halving).verdict()
         cost = Cost(
             bytes_read=sum(trace.bytes_read for trace in traces),
             bytes_stored=sum(trace.bytes_stored for trace in traces),
@@ -223,16 +229,18 @@ def _steps(
     state = State()
     numbers = halving.common if halving else sorted(set(traces[0].steps) & set(traces[1].steps))
     stacks = (traces[0].run.stack, traces[1].run.stack)
-    chosen = halving.steps() if halving else ((number, False) for number in numbers)
-    for number, left_out in chosen:
-        done = numbers.index(number)
+    chosen = halving.visits() if halving else map(Visit, numbers)
+    for visit in chosen:
+        number = visit.step
         if progress:
-            progress(f"step {number}", done, len(numbers))
+            progress(f"step {number}", numbers.index(number), len(numbers))
+        if visit.resume is not None:
+            resume(traces, visit.resume, state, options)
         common, samples = common_form(traces, number, state, options, every_sample)
         judge = StepJudge(traces, common.alignment, common.events, state, options)
         lacking = missing.missing(common.alignment, stacks)
         judged = judge.run()
-        if left_out:
+        if visit.left_out:
             state.forget_stale(common.events)
         yield Step(number, common.alignment, judged, judge, lacking, samples, common.notes)
     if progress:

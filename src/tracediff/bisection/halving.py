@@ -10,14 +10,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from tracediff.bisection.course import Course
+from tracediff.bisection.healing import Step
 from tracediff.trace import Trace
 from tracediff.trace.index import Prefix
 
 _FEW: Final = 4
 """Runs up to this many steps are read step by step."""
+
+
+_MANY: Final = 32
+"""Runs of fewer steps are never judged by their marks."""
+
+_WARM: Final = 2
+"""Steps at the beginning that are judged: everything in them has a sketch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A step to judge.
+
+    Attributes:
+        left_out: Whether steps before it were left out.
+        resume: The step before it, whose parameters and optimizer state are to be taken as they
+            are; None where they follow from what was judged, or are bit-equal.
+    """
+
+    step: int
+    left_out: bool = False
+    resume: int | None = None
 
 
 class Halving:
@@ -28,13 +53,25 @@ class Halving:
         proven: Number of events by stage in the steps left out so far; each is bit-equal.
     """
 
-    def __init__(self, traces: tuple[Trace, Trace]) -> None:
+    def __init__(self, traces: tuple[Trace, Trace], *, by_marks: bool = True) -> None:
+        """
+        Args:
+            by_marks: Whether steps may be left out that are not proven equal, but no further apart
+                than the steps before them.
+        """
         self._traces = traces
         self.common = sorted(set(traces[0].steps) & set(traces[1].steps))
         self.proven: Counter[str] = Counter()
+        long = _aligned(traces) >= _MANY
+        self.course = Course(traces, self.common) if by_marks and long else None
 
-    def steps(self) -> Iterator[tuple[int, bool]]:
-        """Yields each step to judge, and whether steps before it were left out.
+    def take(self, step: Step) -> None:
+        """Takes a step that was judged and holds no divergence."""
+        if self.course is not None:
+            self.course.take(step)
+
+    def visits(self) -> Iterator[Visit]:
+        """Yields each step to judge.
 
         Of steps that are bit-equal, the first has the parameters and settings as loaded, and the
         last the parameters as they stood then; those between are left out.
@@ -42,17 +79,24 @@ class Halving:
         count = _aligned(self._traces)
         at = 0 if len(self.common) > _FEW and count else len(self.common) - 1
         for step in self.common[: at + 1]:
-            yield step, False
+            yield Visit(step)
         while at < count - 1:
             differing = _first(partial(self._differ, at), at + 1, count)
+            if differing == at + 1 and self.course is not None and at >= _WARM:
+                place = min(self.course.next(at, count), count - 1)
+                self.course.leave_out(place - at - 1)
+                before = self.common[place - 1] if place > at + 1 else None
+                yield Visit(self.common[place], before is not None, before)
+                at = place
+                continue
             for place in range(max(at + 1, differing - 1), min(differing + 1, count)):
                 left_out = place > at + 1
                 if left_out:
                     self._prove(at, place - 1)
-                yield self.common[place], left_out
+                yield Visit(self.common[place], left_out)
                 at = place
         for step in self.common[max(at + 1, count) :]:
-            yield step, False
+            yield Visit(step)
 
     def _differ(self, since: int, until: int) -> bool:
         """Whether any of the steps after one place and up to another differ."""

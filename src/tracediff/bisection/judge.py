@@ -30,7 +30,7 @@ from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
 from tracediff.bisection.referee import Referee, Ruling
 from tracediff.bisection.updates import Updates
-from tracediff.bisection.values import estimate, headroom, is_sketched, norm, read_pair
+from tracediff.bisection.values import estimate, headroom, is_float, is_sketched, norm, read_pair
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
 from tracediff.compare.logits import normalised
@@ -148,7 +148,7 @@ class StepJudge:
             return self._beyond(pair, "shape", Level())
         if a.digest == b.digest and a.dtype == b.dtype and pair.layout == "same":
             return Judged(pair, "identical")
-        if a.kind in EXACT_KINDS or not (_is_float(a) and _is_float(b)):
+        if a.kind in EXACT_KINDS or not (is_float(a) and is_float(b)):
             return self._judge_exact(pair)
         return self._judge_tensor(pair)
 
@@ -396,7 +396,3 @@ def _are_logits(pair: Pair) -> bool:
         (e.site.phase, e.site.port, e.op) == ("loss", "in", "cross_entropy") and e.shape
         for e in events
     )
-
-
-def _is_float(event: Event) -> bool:
-    return event.dtype.startswith(("float", "bfloat", "complex"))

@@ -12,7 +12,7 @@ from tracediff.compare.figures import Figures
 from tracediff.errors import TraceError
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
-from tracediff.trace.summary import FINGERPRINT_FIELDS, sketched_distance
+from tracediff.trace.summary import FINGERPRINT_FIELDS, SHORT_SKETCH, sketched_distance
 from tracediff.verdict import ErrorFigures
 
 _L2: Final = FINGERPRINT_FIELDS.index("l2")
@@ -57,13 +57,15 @@ def is_sketched(pair: Pair) -> bool:
 
 def headroom(pair: Pair) -> float:
     """How much larger than its bound an estimated distance may be by chance: four standard
-    deviations of an estimate from so many buckets."""
-    sketches = [e.sketch for e in (pair.baseline, pair.target) if e.sketch is not None]
-    if not is_sketched(pair):
-        return 1.0
-    return 1 + 4 / math.sqrt(2 * min(sketch.size for sketch in sketches))
+    deviations of an estimate from a short sketch, which that of the step before may be."""
+    return 1 + 4 / math.sqrt(2 * SHORT_SKETCH) if is_sketched(pair) else 1.0
 
 
 def norm(event: Event) -> float:
     """The Euclidean norm of a tensor, from its fingerprint; 0 where it has none."""
     return event.fingerprint[_L2] if event.fingerprint else 0.0
+
+
+def is_float(event: Event) -> bool:
+    """Whether an event is a tensor of floating-point numbers."""
+    return event.dtype.startswith(("float", "bfloat", "complex"))

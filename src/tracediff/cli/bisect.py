@@ -28,6 +28,14 @@ Replayed = Annotated[
 ]
 
 
+EveryStep = Annotated[
+    bool,
+    typer.Option(
+        "--every-step",
+        help="Look at every step of runs that differ by rounding, also where sums of norms and "
+        "sketches say that it is no further apart than the steps before.",
+    ),
+]
 Replay = Annotated[
     bool,
     typer.Option(
@@ -67,6 +75,7 @@ def bisect(
     atol: options.Atol = None,
     noise: options.Noise = None,
     replayed: Replayed = None,
+    every_step: EveryStep = False,
     replay: Replay = False,
     deepen: Deepen = False,
     level: options.Level = "module",
@@ -98,6 +107,7 @@ def bisect(
                 atol=atol or (),
                 noise=noise if a == baseline else None,
                 replayed=replayed if a == baseline else None,
+                every_step=every_step,
                 progress=progress,
             )
 

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import xxhash
 
 from tracediff.events import Event
 from tracediff.trace.manifest import INDEX
+from tracediff.trace.sums import Marks, marks, sign, structure
 
 STATE_PHASES: Final = ("loading", "rng", "optimizer")
+
+SUMS: Final = ".sums"
+"""Suffix of the file with the sums of marks, beside the index of the step."""
+
+_LARGEST_SUMS: Final = 64 << 20
+_MOST_STRUCTURES: Final = 64
+"""A run with more kinds of steps keeps no sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,12 @@ class Prefix:
         values: Sum over the `values` of all steps, each hashed with the number of its step.
         generators: The same for each generator over its states.
         counts: Number of events by phase.
+        structure: What the marks of the latest step belong to.
+        structures: Sum over the structures of all steps, hashed.
+        sums: Digest of the sum of the signed marks of all steps of the latest one's structure,
+            hexadecimal; "" where it is not known.
+        totals: These sums by structure, or None where they are not known. They are kept in a file
+            of their own.
     """
 
     MODULUS: ClassVar[int] = 1 << 128
@@ -39,11 +54,20 @@ class Prefix:
     values: int = 0
     generators: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    structure: str = ""
+    structures: int = 0
+    sums: str = ""
+    totals: dict[str, Marks] | None = field(default_factory=dict, repr=False, compare=False)
 
     def then(self, index: StepIndex) -> Prefix:
         """The prefix up to the step that comes next."""
         phases = sorted(self.counts.keys() | index.counts.keys())
+        totals = self._totals(index)
         return Prefix(
+            structure=index.structure,
+            structures=(self.structures + _hash(index.structure)) % self.MODULUS,
+            sums=_digest_of(totals[index.structure]) if totals else "",
+            totals=totals,
             values=(self.values + _number(index.step, index.values)) % self.MODULUS,
             generators={
                 path: (self.generators.get(path, 0) + _number(index.step, state)) % self.MODULUS
@@ -51,6 +75,17 @@ class Prefix:
             },
             counts={name: self.counts.get(name, 0) + index.counts.get(name, 0) for name in phases},
         )
+
+    def _totals(self, index: StepIndex) -> dict[str, Marks] | None:
+        if self.totals is None or index.marks is None or len(self.totals) > _MOST_STRUCTURES:
+            return None
+        added = sign(index.step) * index.marks
+        return self.totals | {index.structure: self.totals.get(index.structure, 0.0) + added}
+
+    def is_uniform(self, since: Prefix, steps: int) -> bool:
+        """Whether all steps since another prefix have one structure, that one's latest included."""
+        expected = (since.structures + steps * _hash(self.structure)) % self.MODULUS
+        return self.structure == since.structure and self.structures == expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +103,7 @@ class StepIndex:
         states: Digest over the events of each phase of `STATE_PHASES` that the step has.
         scalars: Values of the trajectory stage (loss, evaluations) by site.
         segment_bytes: Size of the segment that this was made from.
+        structure, marks: See `sums`; the marks are not written.
     """
 
     step: int
@@ -79,7 +115,9 @@ class StepIndex:
     values: str = ""
     generators: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    structure: str = ""
     prefix: Prefix | None = None
+    marks: Marks | None = field(default=None, repr=False, compare=False)
 
 
 def step_index(
@@ -124,6 +162,8 @@ def step_index(
             if event.site.phase == "rng" and event.site.port == "state"
         },
         counts={phase: len(found) for phase, found in sorted(by_phase.items())},
+        structure=structure(ordered, samples[1]),
+        marks=marks(ordered),
     )
 
 
@@ -131,14 +171,40 @@ def index_file(root: Path, rank: int, step: int) -> Path:
     return root / INDEX / str(rank) / f"{step:08d}.json"
 
 
-def write_index(root: Path, rank: int, index: StepIndex) -> Path:
-    """Writes the index of a step; returns its file."""
+def write_index(root: Path, rank: int, index: StepIndex) -> list[Path]:
+    """Writes the index of a step; returns its files."""
     file = index_file(root, rank, index.step)
     file.parent.mkdir(parents=True, exist_ok=True)
+    written = [file]
+    document = {name: getattr(index, name) for name in _FIELDS}
+    if (prefix := index.prefix) is not None:
+        document["prefix"] = {name: getattr(prefix, name) for name in _PREFIX_FIELDS}
+        if prefix.totals is not None and prefix.sums:
+            sums = prefix.totals[prefix.structure].astype("<f8", copy=False)
+            written.insert(0, file.with_suffix(SUMS))
+            _replace(written[0], sums.tobytes())
+    _replace(file, json.dumps(document).encode("ascii"))
+    return written
+
+
+def _replace(file: Path, data: bytes) -> None:
     temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(asdict(index)), encoding="ascii")
+    temporary.write_bytes(data)
     temporary.replace(file)
-    return file
+
+
+def load_sums(root: Path, rank: int, step: int, prefix: Prefix) -> Marks | None:
+    """The sums of marks up to a step; None where they are not there, or not those of its index."""
+    file = index_file(root, rank, step).with_suffix(SUMS)
+    try:
+        if not file.is_file() or file.stat().st_size > _LARGEST_SUMS:
+            return None
+        data = file.read_bytes()
+    except OSError:
+        return None
+    if len(data) % 8 or xxhash.xxh3_128_hexdigest(data) != prefix.sums:
+        return None
+    return np.frombuffer(data, "<f8")
 
 
 def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepIndex | None:
@@ -149,15 +215,36 @@ def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepInde
             return None
         found = json.loads(file.read_text(encoding="ascii"))
         if found.get("prefix") is not None:
-            found["prefix"] = Prefix(**_typed(found["prefix"], _PREFIX))
+            prefix = Prefix(**_typed(found["prefix"], _PREFIX))
+            found["prefix"] = replace(prefix, totals=None)
         index = StepIndex(**_typed(found, _INDEX))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     current = (index.step, index.segment_bytes) == (step, segment_bytes)
-    return index if current and index.values else None  # earlier releases had no `values`
+    return index if current and index.structure else None  # earlier releases had none
 
 
-_PREFIX: Final = {"values": int, "generators": int, "counts": int}
+_FIELDS: Final = tuple(f.name for f in fields(StepIndex) if f.name != "marks")
+_PREFIX_FIELDS: Final = tuple(f.name for f in fields(Prefix) if f.name != "totals")
+
+
+def _digest_of(sums: Marks) -> str:
+    return xxhash.xxh3_128_hexdigest(sums.astype("<f8", copy=False).tobytes())
+
+
+@lru_cache
+def _hash(text: str) -> int:
+    return int(xxhash.xxh3_128_hexdigest(text.encode("utf-8", "replace")), 16)
+
+
+_PREFIX: Final = {
+    "values": int,
+    "generators": int,
+    "counts": int,
+    "structure": str,
+    "structures": int,
+    "sums": str,
+}
 _INDEX: Final = {
     "step": int,
     "events": int,
@@ -168,6 +255,7 @@ _INDEX: Final = {
     "generators": str,
     "counts": int,
     "scalars": object,
+    "structure": str,
     "prefix": object,
 }
 """Types of the fields, and of the values of those that are objects."""

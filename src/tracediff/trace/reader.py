@@ -15,13 +15,22 @@ from numpy.typing import NDArray
 
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site, sample_step
-from tracediff.trace.index import Prefix, StepIndex, index_file, load_index, step_index
+from tracediff.trace.index import (
+    SUMS,
+    Prefix,
+    StepIndex,
+    index_file,
+    load_index,
+    load_sums,
+    step_index,
+)
 from tracediff.trace.manifest import MANIFEST, SEGMENTS, SNAPSHOTS, is_sealed, read_manifest
 from tracediff.trace.remote import Mirror, place, url_of
 from tracediff.trace.samples import SampleRows, place_of
 from tracediff.trace.seal import load_seal
 from tracediff.trace.segment import SegmentReader
 from tracediff.trace.snapshot import Tree, load_snapshot, snapshot_files, snapshots_among
+from tracediff.trace.sums import Marks
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -236,6 +245,20 @@ class Trace:
         found = found or Prefix()
         for index in reversed(waiting):
             found = self._prefixes[index.step] = found.then(index)
+        return found
+
+    def sums(self, step: int) -> Marks | None:
+        """Sums of the marks of all steps like this one until then, see `trace.sums`.
+
+        Returns:
+            float64, one per mark; None where they were not kept or do not agree with the index.
+        """
+        prefix = self.prefix(step)
+        file = index_file(self.path, self.rank, step).with_suffix(SUMS)
+        if self._mirror:
+            self._mirror.fetch(file)
+        found = load_sums(self.path, self.rank, step, prefix) if prefix.sums else None
+        self.bytes_read += found.nbytes if found is not None else 0
         return found
 
     # ---- snapshots -------------------------------------------------------------------------

@@ -198,7 +198,8 @@ class TraceWriter:
 
     def _write_index(self, index: StepIndex) -> None:
         self._so_far = self._so_far.then(index)
-        self._publish(write_index(self._root, self.rank, replace(index, prefix=self._so_far)))
+        for file in write_index(self._root, self.rank, replace(index, prefix=self._so_far)):
+            self._publish(file)
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""

@@ -1,0 +1,127 @@
+"""Marks of a step's values, small enough to be summed over a run and compared between stacks.
+
+Two runs that differ by rounding have no digest in common. Their marks are as far apart as their
+values are, and so are sums of marks over steps: with a random sign for each step, the squared
+difference of two sums is on average the sum over the steps of squared differences. A range of
+steps whose sums are close therefore holds no step that is far apart, whatever comes after it.
+
+An event has two marks: of a tensor, the logarithms of its norm and of its mean absolute value,
+which do not depend on layout; of a setting, what its numbers come to; of a text, its digest. An
+optimizer's tensor with a sketch has four more, the sketch folded and divided by the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tracediff.events import Event
+from tracediff.trace.samples import place_of
+from tracediff.trace.summary import FINGERPRINT_FIELDS
+
+Marks = NDArray[np.float64]
+
+OWN: Final = 2
+"""Marks that every event has."""
+
+FOLDED: Final = 4
+"""Marks from a sketch."""
+
+_LEFT_OUT: Final = frozenset({"environment", "rng"})
+"""Stages that differ between runs that compute the same."""
+
+_NAN, _INF, _ABS_MEAN, _L2 = (
+    FINGERPRINT_FIELDS.index(name) for name in ("nan", "inf", "abs_mean", "l2")
+)
+_TINY: Final = 2.0**-1022
+
+
+def marked(events: Iterable[Event]) -> list[Event]:
+    """The events that have marks, in the order of their marks: not those of rendered samples."""
+    return [
+        event for event in events if event.site.phase not in _LEFT_OUT and place_of(event) is None
+    ]
+
+
+def width(event: Event) -> int:
+    """How many marks an event has."""
+    return OWN + (FOLDED if _has_sketch(event) else 0)
+
+
+def structure(events: Sequence[Event], samples: bytes = b"") -> str:
+    """Digest of what the marks of a step belong to; marks of equal structures can be summed.
+
+    Args:
+        samples: Root of the rendered samples, so that only steps of equal samples are alike.
+    """
+    chosen = marked(events)
+    sites = (event.site for event in chosen)
+    names = [(site.phase, site.path, site.call, site.port) for site in sites]
+    text = repr((names, list(map(width, chosen)))).encode("utf-8", "backslashreplace")
+    return xxhash.xxh3_128_hexdigest(text + samples)
+
+
+def marks(events: Sequence[Event]) -> Marks:
+    """The marks of a step's events, one after the other: float64."""
+    chosen = marked(events)
+    found: list[float] = []
+    for event in chosen:
+        found += _own(event)
+        if _has_sketch(event):
+            found += _folded(event)
+    return np.array(found, np.float64)
+
+
+def sign(step: int) -> float:
+    """The sign of a step in sums, the same in every run."""
+    return 1.0 if xxhash.xxh3_64_intdigest(f"sign {step}".encode()) & 1 else -1.0
+
+
+def _own(event: Event) -> tuple[float, float]:
+    statistics = event.fingerprint
+    if statistics:
+        wrong = statistics[_NAN] + statistics[_INF]
+        return _log(statistics[_L2]) + wrong, _log(statistics[_ABS_MEAN])
+    if event.kind in ("setting", "scalar"):
+        return _number(event.value), 0.0
+    return int.from_bytes(event.digest[:6], "little") / 2**48, 0.0
+
+
+def _folded(event: Event) -> list[float]:
+    sketch = event.sketch
+    norm = event.fingerprint[_L2] if event.fingerprint else 0.0
+    if sketch is None or not norm or not math.isfinite(norm):
+        return [0.0] * FOLDED
+    folded: list[float] = (sketch.reshape(-1, FOLDED).sum(axis=0) / norm).tolist()
+    return folded
+
+
+def _has_sketch(event: Event) -> bool:
+    return event.site.phase == "optimizer" and event.sketch is not None
+
+
+def _log(value: float) -> float:
+    return math.log2(abs(value) + _TINY) if math.isfinite(value) else 2048.0
+
+
+def _number(value: Any) -> float:
+    """What a setting comes to: every relative change of a number shows, and types do not. What is
+    off (zero, false, none) comes to nothing: the other stack need not have such a switch."""
+    if isinstance(value, Mapping):
+        items = ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        items = ((str(key), item) for key, item in enumerate(value))
+    elif isinstance(value, bool | int | float):
+        return math.copysign(_log(value) + 1024, value) / 1024 if value else 0.0
+    else:
+        return _weight(str(value)) if value else 0.0
+    return sum(_weight(key) * _number(item) for key, item in items)
+
+
+def _weight(key: str) -> float:
+    return 1 + xxhash.xxh3_64_intdigest(key.encode("utf-8", "replace")) / 2**64
