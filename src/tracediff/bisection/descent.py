@@ -82,7 +82,7 @@ def bisect(
         TraceError: A trace cannot be read.
         UsageError, RulesError: An option is malformed.
     """
-    options = _options(rules, min_coverage, rtol, atol)
+    options = replace(_options(rules, min_coverage, rtol, atol), every_step=every_step)
     return over_ranks(
         baseline, target, lambda a, b: _bisect((a, b), options, noise, replayed, progress)
     )
@@ -102,7 +102,7 @@ def _bisect(
             other = _opened(noise, stack, traces[0].rank)
             options = replace(options, noise=Noise(traces[0], other))
         replay = _replay(traces, replayed, options, stack)
-        plain = not (every_step or rtol or atol or noise or replayed)
+        plain = not (options.every_step or options.tolerances or noise or replayed)
         steps, halving = [], Halving(traces, by_marks=plain)
         for step in _steps(traces, options, progress, halving=halving):
             steps.append(step)

@@ -38,12 +38,14 @@ class Options:
 
     Attributes:
         noise: A replicate of the baseline, whose differences widen the bounds.
+        every_step: Judge also the steps that marks say are no further apart than those before.
     """
 
     rules: Rules = field(default_factory=Rules)
     min_coverage: float = 0.9
     tolerances: tuple[Tolerance, ...] = ()
     noise: Noise | None = None
+    every_step: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_coverage <= 1:
