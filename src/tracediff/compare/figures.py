@@ -11,8 +11,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.kernels import BLOCK, Differences, differences, largest_ulp, within
+from tracediff.kernels import BLOCK, FIGURES, differences, largest_ulp, within
 from tracediff.verdict import Deviation, ErrorFigures
+
+_MAX_ABS: Final = FIGURES.index("max_abs")
+_WORST: Final = FIGURES.index("worst")
+_WHOLE: Final = frozenset("iu")
 
 _SAMPLE: Final = 1 << 12
 """Elements that tell about how large the others are, to a percent or so."""
@@ -57,24 +61,23 @@ def measure(
         one near zero does not.
     """
     a, b = _flat(baseline), _flat(target)
-    keep = None if counts is None else np.broadcast_to(counts, baseline.shape).reshape(-1)
-    guess = _guess(a, keep)
-    found = differences(a, b, keep, guess)
-    used, different = int(found.used.sum()), int(found.different.sum())
-    delta, of_a, of_b = (float(sums.sum()) for sums in (found.delta, found.a, found.b))
-    max_abs = float(found.max_abs.max(initial=0.0))
-    if {a.dtype.kind, b.dtype.kind} <= set("iu") and max(a.itemsize, b.itemsize) == 8:
+    keep = None if counts is None else np.broadcast_to(counts, baseline.shape).ravel()
+    guess = _guess(a, keep) if a.size > BLOCK else 1.0  # one block is seen again anyway
+    rows = differences(a, b, keep, guess)
+    _, delta, of_a, of_b, _, different, nonfinite, used = rows.sum(axis=0).tolist()
+    max_abs = float(rows[:, _MAX_ABS].max(initial=0.0))
+    if {a.dtype.kind, b.dtype.kind} <= _WHOLE and max(a.itemsize, b.itemsize) == 8:
         different, max_abs = _whole_numbers_apart(a, b, keep, max_abs)
     norm = math.sqrt(of_a or of_b)
     scale = norm / math.sqrt(max(used, 1)) or _TINY
     error = ErrorFigures(
         max_abs=max_abs,
         rel_l2=math.sqrt(delta) / norm if norm else float(delta > 0),
-        max_rel=_max_relative(a, b, keep, found, (guess, scale)) if different else 0.0,
+        max_rel=_max_relative(a, b, keep, rows[:, _WORST], (guess, scale)) if different else 0.0,
         max_ulp=None,
         differing=different / used if used else 0.0,
     )
-    return Figures(error, int(found.nonfinite.sum()), a.size - used)
+    return Figures(error, int(nonfinite), a.size - int(used))
 
 
 def _guess(a: NDArray[Any], keep: NDArray[np.bool_] | None) -> float:
@@ -90,7 +93,7 @@ def _max_relative(
     a: NDArray[Any],
     b: NDArray[Any],
     keep: NDArray[np.bool_] | None,
-    found: Differences,
+    worsts: NDArray[np.float64],
     scales: tuple[float, float],
 ) -> float:
     """Largest difference of an element over max(its magnitude, the scale).
@@ -100,7 +103,7 @@ def _max_relative(
     need to be seen again. (At a larger one it can be more by the ratio of the scales.)
     """
     guess, scale = scales
-    at_most = found.worst if guess <= scale else found.worst * (guess / scale) * _SLACK
+    at_most = worsts if guess <= scale else worsts * (guess / scale) * _SLACK
     worst = 0.0
     for block in np.argsort(-at_most).tolist():
         if at_most[block] <= worst:
@@ -108,7 +111,7 @@ def _max_relative(
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         kept = None if keep is None else keep[part]
         again = differences(a[part], b[part], kept, scale)
-        worst = max(worst, float(again.worst[0]))
+        worst = max(worst, float(again[0, _WORST]))
     return worst
 
 

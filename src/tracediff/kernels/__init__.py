@@ -57,27 +57,17 @@ class Moments(NamedTuple):
     high: float
 
 
-class Differences(NamedTuple):
-    """One array (blocks,) of float64 per figure. All but `nonfinite` leave out what is not finite
-    on both sides, or does not count.
+FIGURES: Final = ("max_abs", "delta", "a", "b", "worst", "different", "nonfinite", "used")
+"""What `differences` finds for each block. All but `nonfinite` leave out what is not finite on both
+sides, or does not count.
 
-    Attributes:
-        max_abs: Largest absolute difference.
-        delta: Sum of squared differences; `a` and `b` those of the sides.
-        worst: Largest difference of an element over max(its magnitude in a, the scale).
-        different: Number of elements that differ.
-        nonfinite: Elements that are NaN or Inf on one side and not the same on the other.
-        used: Number of elements that count.
-    """
-
-    max_abs: NDArray[np.float64]
-    delta: NDArray[np.float64]
-    a: NDArray[np.float64]
-    b: NDArray[np.float64]
-    worst: NDArray[np.float64]
-    different: NDArray[np.float64]
-    nonfinite: NDArray[np.float64]
-    used: NDArray[np.float64]
+- max_abs: largest absolute difference;
+- delta: sum of squared differences; a, b: those of the sides;
+- worst: largest difference of an element over max(its magnitude in a, the scale);
+- different: number of elements that differ;
+- nonfinite: elements that are NaN or Inf on one side and not the same on the other;
+- used: number of elements that count.
+"""
 
 
 def _c_code() -> ModuleType | None:
@@ -137,14 +127,17 @@ def signed_buckets(flat: NDArray[Any]) -> NDArray[np.float64]:
 
 def differences(
     a: NDArray[Any], b: NDArray[Any], keep: NDArray[np.bool_] | None, scale: float
-) -> Differences:
-    """Error figures of two arrays of equal size, for each block.
+) -> NDArray[np.float64]:
+    """Error figures of two arrays of equal size.
 
     Args:
         keep: False where an element does not count; of the same size.
-        scale: Above 0; see `Differences.worst`.
+        scale: Above 0; see `FIGURES`.
+
+    Returns:
+        One row (blocks, figures) for each block, in the order of `FIGURES`.
     """
-    rows = np.empty((-(-a.size // BLOCK), len(Differences._fields)))
+    rows = np.empty((-(-a.size // BLOCK), len(FIGURES)))
 
     def work(part: slice) -> None:
         kept = None if keep is None else keep[part]
@@ -152,7 +145,7 @@ def differences(
         _engine.differences(a[part], b[part], kept, scale, to)
 
     _share(work, a.size)
-    return Differences(*rows.T)
+    return rows
 
 
 def largest_ulp(a: NDArray[Any], b: NDArray[Any]) -> int:
@@ -175,8 +168,7 @@ def crc32(data: bytes | memoryview) -> int:
 
 def _share(work: Callable[[slice], _T], size: int) -> list[_T]:
     """Does the work on parts of whole blocks, each in a thread of its own where that pays."""
-    threads = min(_processors(), _THREADS, size // _SHARE)
-    if threads < 2:
+    if size < 2 * _SHARE or (threads := min(_processors(), _THREADS, size // _SHARE)) < 2:
         return [work(slice(0, size))]
     part = -(-size // threads // BLOCK) * BLOCK
     parts = [slice(start, min(start + part, size)) for start in range(0, size, part)]

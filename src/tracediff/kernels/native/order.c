@@ -60,9 +60,16 @@ static void choose(uint64_t *key, uint64_t *spare, size_t n, int shift, int last
         return;
     }
     int down = shift > 0 ? shift : 0;
-    uint32_t size[DIGITS] = {0};
-    for (size_t i = 0; i < n; i++)
-        size[key[i] >> down & (DIGITS - 1)]++;
+    /* Two counts in turns: equal digits follow each other, and would wait for each other. */
+    uint32_t size[DIGITS] = {0}, other[DIGITS] = {0};
+    for (size_t i = 0; i < n / 2; i++) {
+        size[key[2 * i] >> down & (DIGITS - 1)]++;
+        other[key[2 * i + 1] >> down & (DIGITS - 1)]++;
+    }
+    if (n % 2)
+        size[key[n - 1] >> down & (DIGITS - 1)]++;
+    for (size_t d = 0; d < DIGITS; d++)
+        size[d] += other[d];
     /* The digits that hold a rank, where each begins, and the ranks within. */
     size_t digit[RANKS], to[RANKS], first[RANKS + 1], inside[RANKS], digits = 0;
     size_t passed = 0, at = 0, r = 0;
@@ -77,14 +84,18 @@ static void choose(uint64_t *key, uint64_t *spare, size_t n, int shift, int last
     }
     first[digits] = count;
     uint8_t place[DIGITS] = {0};
-    size_t end[RANKS + 1];
+    size_t end[RANKS];
     for (size_t d = 0; d < digits; d++)
-        place[digit[d]] = (uint8_t)(d + 1), end[d + 1] = to[d];
+        place[digit[d]] = (uint8_t)(d + 1), end[d] = to[d];
+    /* First without branches, which would be mispredicted, and without a look at where it goes. */
+    size_t chosen = 0;
     for (size_t i = 0; i < n; i++) {
-        uint8_t d = place[key[i] >> down & (DIGITS - 1)];
-        if (d)
-            spare[end[d]++] = key[i];
+        uint64_t candidate = key[i];
+        key[chosen] = candidate;
+        chosen += place[candidate >> down & (DIGITS - 1)] != 0;
     }
+    for (size_t i = 0; i < chosen; i++)
+        spare[end[place[key[i] >> down & (DIGITS - 1)] - 1]++] = key[i];
     for (size_t d = 0; d < digits; d++)
         choose(spare + to[d], key + to[d], size[digit[d]], shift - DIGIT, last,
             inside + first[d], first[d + 1] - first[d], found + first[d]);
@@ -132,9 +143,10 @@ CLONES int order_statistics(
 
 /* splitmix64 of the index: Steele, Lea and Flood, "Fast splittable pseudorandom number
  * generators", OOPSLA 2014. */
-INLINE uint64_t mix(uint64_t index)
+#define GAMMA UINT64_C(0x9E3779B97F4A7C15)
+
+INLINE uint64_t mix(uint64_t z)
 {
-    uint64_t z = index * UINT64_C(0x9E3779B97F4A7C15);
     z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
     z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
     return z ^ (z >> 31);
@@ -152,8 +164,9 @@ CLONES void signed_buckets(const void *from, int code, size_t n, double *total)
         for (size_t part; block; block -= part) {
             part = block < PART ? block : PART;
             widen(at, code, part, x);
-            for (size_t i = 0; i < part; i++) {
-                uint64_t z = mix(index + i), bits;
+            uint64_t state = index * GAMMA;
+            for (size_t i = 0; i < part; i++, state += GAMMA) {
+                uint64_t z = mix(state), bits;
                 place[i] = z & (BUCKETS - 1);
                 memcpy(&bits, x + i, sizeof bits);
                 bits ^= z & (UINT64_C(1) << 63); /* times minus one */

@@ -118,7 +118,7 @@ typedef struct {
     size_t nan, inf, zero;
 } Moments;
 
-/* One row of `differences`, as ../__init__.py names its columns. */
+/* One row of `differences`, in the order of ../__init__.py's FIGURES. */
 typedef struct {
     double max_abs, delta, a, b, worst, different, nonfinite, used;
 } Figures;
