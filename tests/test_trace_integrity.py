@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tracediff.bisection import bisect
 from tracediff.errors import (
     CorruptTraceError,
     NotATraceError,
@@ -146,6 +148,22 @@ def test_a_flipped_payload_names_the_site(path: Path) -> None:
     assert "tensors/forward/m2#0/out/c/0" in found.damage[0].what
     assert "digest" in found.damage[1].what
     assert found.steps == 3
+
+
+def test_a_flipped_payload_is_never_compared(path: Path, tmp_path: Path) -> None:
+    """A fault of the disk is no divergence of the models."""
+    whole = shutil.copytree(path, tmp_path / "whole.zarr")
+    flip(segment(path), offset_of(segment(path), "tensors/forward/m2#0/out/c/0") + 17)
+    trace = Trace(path)
+    for name in ("m0", "m1"):
+        trace.array(trace.find(f"1/forward/{name}#0:out"))
+    with pytest.raises(CorruptTraceError, match=r"payload of 1/forward/m2#0:out .* its digest"):
+        trace.array(trace.find("1/forward/m2#0:out"))
+    other = build_trace(tmp_path / "other.zarr", [("1/forward/m2#0:out", np.ones(40))])
+    for pair in ((path, other), (other, path)):
+        with pytest.raises(CorruptTraceError, match=r"00000001\.zip is damaged"):
+            bisect(*pair)
+    assert bisect(whole, other).outcome == "diverged"
 
 
 def test_a_payload_exchanged_with_right_checksums_is_found(path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK: Final = 1 << 15
-LANES: Final = 128
+LANES: Final = 64
 SKETCH_SIZE: Final = 256
 
 _SKETCH_BLOCK: Final = 1 << 16

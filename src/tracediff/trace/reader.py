@@ -291,12 +291,14 @@ class Trace:
     def array(self, event: Event) -> NDArray[Any]:
         """The payload of an event, read-only and mapped from the file where it is one chunk.
 
+        Its digest is checked when it is first read.
+
         Returns:
             An array of the event's shape and dtype; bfloat16 and float8 as ml_dtypes types.
 
         Raises:
             TraceError: No payload was kept, or the event is not of this trace.
-            CorruptTraceError: The payload is damaged.
+            CorruptTraceError: The payload is damaged, or is not what its digest says.
         """
         if event.payload is None:
             hint = (

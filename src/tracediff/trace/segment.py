@@ -28,6 +28,7 @@ from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
 from tracediff.trace.sample_table import SampleTable, parse_variants
 from tracediff.trace.samples import COLUMNS, GROUP, POOLS, ROWS, SampleRows
+from tracediff.trace.summary import digest
 
 
 class HierarchyReader:
@@ -129,6 +130,7 @@ class SegmentReader(HierarchyReader):
         super().__init__(file)
         self.step = step
         self.column_bytes = 0
+        self._sound: set[tuple[str | None, bytes]] = set()
         self._samples: SampleTable | None = None
         with self.reading():
             self._count = self._check_root()
@@ -154,7 +156,18 @@ class SegmentReader(HierarchyReader):
         return replace(table.rows(), event=event)
 
     def array(self, event: Event) -> NDArray[Any]:
-        """The payload of an event that has one."""
+        """The payload of an event that has one, compared with its digest when it is first read."""
+        array = self.payload(event)
+        identity = event.payload, event.digest
+        if identity not in self._sound:
+            with self.reading():
+                if digest(array) != event.digest:
+                    raise ValueError(f"the payload of {event.site} does not have its digest")
+            self._sound.add(identity)
+        return array
+
+    def payload(self, event: Event) -> NDArray[Any]:
+        """The payload of an event as it is in the file."""
         path = event.payload or ""
         if path.startswith(f"{GROUP}/") and (table := self._table()):
             with self.reading():

@@ -278,7 +278,7 @@ def _faults(
 def digest_of(segment: SegmentReader, event: Event) -> bytes:
     """The digest of what is kept of an event; the recorded one where nothing is kept."""
     if event.payload is not None:
-        return digest(segment.array(event))
+        return digest(segment.payload(event))
     keeps_value = event.value is not None and event.digest
     return digest_value(event.value) if keeps_value else event.digest
 

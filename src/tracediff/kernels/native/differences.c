@@ -75,6 +75,8 @@ CLONES void differences(const void *a, int code_a, const void *b, int code_b, co
         while (block) {
             size_t part = block < PART ? block : PART;
             int bad = widen(at_a, code_a, part, x) | widen(at_b, code_b, part, y);
+            ask(at_a + PART * WIDTH[code_a], PART * WIDTH[code_a]);
+            ask(at_b + PART * WIDTH[code_b], PART * WIDTH[code_b]);
             if (bad || keep || part < PART)
                 tidy(x, y, keep, part, &row);
             else
@@ -96,39 +98,33 @@ CLONES void differences(const void *a, int code_a, const void *b, int code_b, co
     }
 }
 
-/* Floats of one format, read as sign and magnitude, are numbered along the real line. */
-#define ULP(BITS, SIGNED, LOWEST)                                                                  \
+/* Floats of one format, read as sign and magnitude, are numbered along the real line. Distances take
+ * all bits of their width, without a sign. */
+#define ULP(WIDTH, LOWEST)                                                                         \
     {                                                                                              \
-        const BITS *p = a, *q = b;                                                                 \
-        SIGNED found = 0;                                                                          \
+        typedef int##WIDTH##_t ALIAS number;                                                       \
+        typedef uint##WIDTH##_t distance;                                                          \
+        const number *p = a, *q = b;                                                               \
+        distance found = 0;                                                                        \
         for (size_t i = 0; i < n; i++) {                                                           \
-            SIGNED v = p[i], w = q[i];                                                             \
-            v = v < 0 ? (LOWEST) - v : v;                                                          \
-            w = w < 0 ? (LOWEST) - w : w;                                                          \
-            SIGNED apart = v > w ? v - w : w - v;                                                  \
+            number v = p[i], w = q[i];                                                             \
+            v = v < 0 ? (number)((LOWEST) - v) : v;                                                \
+            w = w < 0 ? (number)((LOWEST) - w) : w;                                                \
+            distance up = (distance)((distance)v - (distance)w);                                   \
+            distance apart = v > w ? up : (distance)-up;                                           \
             found = apart > found ? apart : found;                                                 \
         }                                                                                          \
-        return (uint64_t)found;                                                                    \
+        return found;                                                                              \
     }
 
 CLONES uint64_t largest_ulp(const void *a, const void *b, int code, size_t n)
 {
     switch (WIDTH[code]) {
-    case 1: ULP(int8_t, int32_t, -128)
-    case 2: ULP(i16, int32_t, -32768)
-    case 4: ULP(i32, int64_t, -2147483648LL)
+    case 1: ULP(8, INT8_MIN)
+    case 2: ULP(16, INT16_MIN)
+    case 4: ULP(32, INT32_MIN)
+    default: ULP(64, INT64_MIN)
     }
-    /* Distances of float64 take 64 bits without a sign. */
-    const i64 *p = a, *q = b;
-    uint64_t found = 0;
-    for (size_t i = 0; i < n; i++) {
-        int64_t v = p[i], w = q[i];
-        v = v < 0 ? INT64_MIN - v : v;
-        w = w < 0 ? INT64_MIN - w : w;
-        uint64_t apart = v > w ? (uint64_t)v - (uint64_t)w : (uint64_t)w - (uint64_t)v;
-        found = apart > found ? apart : found;
-    }
-    return found;
 }
 
 CLONES int within(
@@ -140,6 +136,8 @@ CLONES int within(
         part = n < PART ? n : PART;
         widen(at_a, code_a, part, x);
         widen(at_b, code_b, part, y);
+        ask(at_a + PART * WIDTH[code_a], PART * WIDTH[code_a]);
+        ask(at_b + PART * WIDTH[code_b], PART * WIDTH[code_b]);
         int64_t beyond = 0;
         for (size_t i = 0; i < part; i++) {
             double v = x[i], w = y[i], size = fabs(v) > fabs(w) ? fabs(v) : fabs(w);

@@ -89,6 +89,7 @@ INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *f
         while (block) {
             size_t part = block < PART ? block : PART;
             int bad = widen(at, code, part, x);
+            ask(at + PART * WIDTH[code], PART * WIDTH[code]);
             if (bad || part < PART) {
                 if (bad)
                     tidy(x, part, lanes.low, lanes.high, found);

@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define LANES 128
+#define LANES 64
 #define ROWS 8
 #define PART (LANES * ROWS) /* elements that are widened at a time: two parts fit the L1 cache */
 #define BLOCK (1 << 15)     /* elements whose lanes are folded at once */
@@ -73,17 +73,20 @@ INLINE float of_half(uint32_t half)
         to[i] = (double)((const TYPE *)from)[i];                                                   \
     return 0
 
+/* Two loops: the first compares as many at once as a register holds in their own width. */
 #define FLOATING(BITS, VALUE, EXPONENT)                                                            \
-    for (size_t i = 0; i < n; i++) {                                                               \
-        bad |= (((const BITS *)from)[i] & (EXPONENT)) == (EXPONENT);                               \
-        to[i] = (double)(VALUE);                                                                   \
-    }                                                                                              \
-    return bad != 0
+    {                                                                                              \
+        BITS special = 0;                                                                          \
+        for (size_t i = 0; i < n; i++)                                                             \
+            special |= (((const BITS *)from)[i] & (EXPONENT)) == (EXPONENT);                       \
+        for (size_t i = 0; i < n; i++)                                                             \
+            to[i] = (double)(VALUE);                                                               \
+        return special != 0;                                                                       \
+    }
 
 /* Writes n elements as float64; returns whether there may be a NaN or an infinity among them. */
 INLINE int widen(const void *restrict from, int code, size_t n, double *restrict to)
 {
-    uint32_t bad = 0;
     switch (code) {
     case BOOL:
         for (size_t i = 0; i < n; i++)
@@ -97,11 +100,18 @@ INLINE int widen(const void *restrict from, int code, size_t n, double *restrict
     case I32: PLAIN(i32);
     case U64: PLAIN(u64);
     case I64: PLAIN(i64);
-    case F16: FLOATING(u16, of_half(((const u16 *)from)[i]), 0x7c00u);
-    case BF16: FLOATING(u16, of_bits((uint32_t)((const u16 *)from)[i] << 16), 0x7f80u);
-    case F32: FLOATING(u32, ((const f32 *)from)[i], 0x7f800000u);
-    default: FLOATING(u64, ((const f64 *)from)[i], 0x7ff0000000000000u);
+    case F16: FLOATING(u16, of_half(((const u16 *)from)[i]), 0x7c00u)
+    case BF16: FLOATING(u16, of_bits((uint32_t)((const u16 *)from)[i] << 16), 0x7f80u)
+    case F32: FLOATING(u32, ((const f32 *)from)[i], 0x7f800000u)
+    default: FLOATING(u64, ((const f64 *)from)[i], 0x7ff0000000000000u)
     }
+}
+
+/* Asks for the part that comes next while this one is worked on; beyond the end it does nothing. */
+INLINE void ask(const void *from, size_t bytes)
+{
+    for (size_t at = 0; at < bytes; at += 64)
+        __builtin_prefetch((const char *)from + at, 0, 2);
 }
 
 /* The sum of all lanes, which are overwritten. */
