@@ -120,6 +120,8 @@ class Attention:
             boolean = mask.dtype.kind == "b"
             scores = np.where(mask, scores, -np.inf) if boolean else scores + widen(mask)
         self.scores = scores
+        self.blind = np.isneginf(scores).all(axis=-1, keepdims=True)
+        """Queries that may see no key: zero, NaN, or the mean of the values."""
         self.p, shifted = softmax_of(scores, (-1,))
         self.unit = unit = roundoff(operation)
         length = q.shape[-1]
@@ -191,7 +193,9 @@ def _attention(operation: Operation) -> Replayed | None:
     squares = (found.p**2) @ (found.v**2)
     walk = roundoff(operation) * np.sqrt(k.shape[-2] * (squares / 6 + value**2 / 9))
     error = together(np.sqrt((found.of_p**2) @ (found.v**2)), walk, common * np.abs(value))
-    return rounded(operation, value, error)
+    return rounded(
+        operation, np.where(found.blind, 0.0, value), np.where(found.blind, np.inf, error)
+    )
 
 
 @formula("attention_backward")

@@ -196,14 +196,33 @@ def _slice_update(operation: Operation) -> Replayed | None:
 
 @formula("topk")
 def _topk(operation: Operation) -> Replayed | None:
-    """The largest values; which of equal ones is chosen is not for a formula to say."""
+    """The largest values and their places; which of equal ones is chosen is not for a formula to
+    say."""
     data = widen(operation.inputs[0])
     axis = int(argument(operation, "dim", "axis", default=-1))
-    if operation.output or argument(operation, "largest", default=True) is False:
+    if argument(operation, "largest", default=True) is False:
         return None
-    count = int(argument(operation, "k"))
+    first = np.arange(int(argument(operation, "k")))
     ranked = -np.sort(-data, axis=axis)
-    return exact(operation, np.take(ranked, np.arange(count), axis=axis))
+    if not operation.output:
+        return exact(operation, np.take(ranked, first, axis=axis))
+    if (np.diff(ranked, axis=axis) == 0).any() or argument(operation, "sorted") is False:
+        return None
+    return exact(operation, np.take(np.argsort(-data, axis=axis), first, axis=axis))
+
+
+@formula("argmax", "argmin")
+def _argument_of_the_largest(operation: Operation) -> Replayed | None:
+    """The place of the largest or smallest value, unless several are equal to it."""
+    data = widen(operation.inputs[0])
+    data = -data if operation.canonical == "argmin" else data
+    axis = argument(operation, "dim", "axis")
+    if axis is None:
+        data, axis = data.reshape(-1), 0
+    if ((data == data.max(axis, keepdims=True)).sum(axis) != 1).any():
+        return None
+    found = data.argmax(axis)
+    return exact(operation, found.reshape(operation.shape))
 
 
 @formula("zeros", "ones", "full")

@@ -20,30 +20,25 @@ Values that several others could be are paired by name, order and data flow, or 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import combinations, islice
 from typing import Final
 
-from tracediff.align.fingerprints import Fingerprint, Index, distance, fused, norm, tolerance
+from tracediff.align.fingerprints import tolerance
 from tracediff.align.flow import FEW, Flow, Value, is_operation
 from tracediff.align.following import pair_by_flow, pair_parts
-from tracediff.align.matching import Matching, ValuePair
+from tracediff.align.matching import Key, Matching, ValuePair, grouped
 from tracediff.align.names import Rules, canonical, parent
+from tracediff.align.near import apart, pair_near
 from tracediff.events import ROOT, Event, Pair
 
-_CANDIDATES: Final = 64
-"""Different fingerprints near one value that are looked at."""
-
-_CLEARLY: Final = 1 / 8
-"""A match is the clear one if any other is this much further off."""
+_CLOSE: Final = 4
+"""Units of roundoff within which values are paired first: a few roundings apart. What is further
+apart might also be another value of the like."""
 
 _NUMBER: Final = re.compile(r"\d+")
-_Key = tuple[object, ...]
-_Node = tuple[int, _Key]
 
 
 def align_operations(
@@ -78,8 +73,9 @@ def align_operations(
     limit = tolerance({value.event.dtype for flow in flows for value in flow.values})
     if rules.renames:
         _by_rule(matching, rules)
-    _by_name(matching, limit, "name")
-    _by_fingerprint(matching, limit)
+    for near in (_CLOSE * limit**2, limit):
+        _by_name(matching, near, "name")
+        _by_fingerprint(matching, near)
     _by_module(matching, modules)
     _by_name(matching, None, "structure")
     pair_by_flow(matching, limit)
@@ -106,16 +102,9 @@ def _in_baseline_names(path: str, stacks: tuple[str, str], paths: Mapping[str, s
 # ---- passes ------------------------------------------------------------------------------------
 
 
-def _grouped(values: Iterable[Value], key: Callable[[Value], _Key]) -> dict[_Key, list[Value]]:
-    groups: dict[_Key, list[Value]] = defaultdict(list)
-    for value in values:
-        groups[key(value)].append(value)
-    return groups
-
-
 def _by_rule(matching: Matching, rules: Rules) -> None:
     """Paths (module and canonical name) that a rule renames onto each other, call by call."""
-    named: dict[_Key, Value] = {}
+    named: dict[Key, Value] = {}
     for value in matching.unpaired(0):
         site = value.event.site
         named[site.phase, rules.rename("baseline", site.path), site.call, site.port] = value
@@ -135,17 +124,18 @@ def _by_name(matching: Matching, limit: float | None, label: str) -> None:
     With a limit, each pair's fingerprints have to be near as well.
     """
 
-    def key(value: Value) -> _Key:
+    def key(value: Value) -> Key:
         port = value.event.site.port
         return value.phase, value.module, value.name, port, value.count, value.event.dtype[:3]
 
-    groups = _grouped(matching.unpaired(0), key)
-    for name, found in _grouped(matching.unpaired(1), key).items():
+    groups = grouped(matching.unpaired(0), key)
+    for name, found in grouped(matching.unpaired(1), key).items():
         partners = groups.get(name, [])
         if len(partners) != len(found) or (limit is None and found[0].count < FEW):
             continue
         for a, b in zip(partners, found, strict=True):
-            if limit is None or distance(a.event.fingerprint, b.event.fingerprint) <= limit:
+            near = limit is None or apart(a, b) <= limit
+            if near and matching.is_causal(a, b):
                 matching.pair(a, b, label)
 
 
@@ -161,7 +151,7 @@ def _by_fingerprint(matching: Matching, limit: float) -> None:
     for scope in sorted(common, key=lambda m: (m != "", m.count(".")), reverse=True):
         found = waiting.pop(scope, ([], []))
         label = "fingerprint" if innermost and scope else "across"
-        _pair_near(matching, found, limit, label, scope)
+        pair_near(matching, found, limit, label, scope)
         if not scope:
             return
         for side in (0, 1):
@@ -187,185 +177,12 @@ def _outer(module: str) -> str:
     return parent(module)
 
 
-def _pair_near(
-    matching: Matching,
-    found: tuple[list[Value], list[Value]],
-    limit: float,
-    label: str,
-    scope: str,
-) -> None:
-    """Pairs the values of a scope whose fingerprints are near, phase by phase."""
-    sides = [_grouped(values, lambda v: (v.phase,)) for values in found]
-    for phase in sides[0].keys() & sides[1].keys():
-        for members in _components(sides[0][phase], sides[1][phase], limit):
-            for a, b in _resolved(matching, *members):
-                inside = a.module == b.module or scope in (a.module, b.module)
-                matching.pair(a, b, label if inside else "across")
-        for side in (0, 1):
-            rest = [[v for v in sides[s][phase] if v not in matching.partner[s]] for s in (0, 1)]
-            for whole, half in fused_halves(rest[side], rest[1 - side], limit):
-                a, b = (half, whole) if side else (whole, half)
-                matching.pair(a, b, label, "half")
-
-
-def _components(
-    values_a: Sequence[Value], values_b: Sequence[Value], limit: float
-) -> Iterator[tuple[list[Value], list[Value]]]:
-    """Sets of values that are near each other, in the order of execution.
-
-    Equal fingerprints are looked up once, so masks and constants that repeat cost nothing.
-    """
-    group_a = _grouped(values_a, lambda v: (v.event.fingerprint,))
-    group_b = _grouped(values_b, lambda v: (v.event.fingerprint,))
-    keys_b = list(group_b)
-    index = Index([_fingerprint(key) for key in keys_b])
-    parts = _Parts()
-    for key in group_a:
-        for _, place in islice(index.near(_fingerprint(key), limit), _CANDIDATES):
-            parts.join((0, key), (1, keys_b[place]))
-    for part in parts.all():
-        members: tuple[list[Value], list[Value]] = ([], [])
-        for side, key in part:
-            members[side].extend((group_a, group_b)[side][key])
-        for each in members:
-            each.sort(key=lambda v: v.index)
-        yield members
-
-
-class _Parts:
-    """Nodes that were joined, directly or through others (disjoint sets)."""
-
-    def __init__(self) -> None:
-        self._above: dict[_Node, _Node] = {}
-
-    def join(self, one: _Node, other: _Node) -> None:
-        self._above.setdefault(one, one)
-        self._above.setdefault(other, other)
-        self._above[self._top(one)] = self._top(other)
-
-    def all(self) -> list[list[_Node]]:
-        parts: dict[_Node, list[_Node]] = defaultdict(list)
-        for node in self._above:
-            parts[self._top(node)].append(node)
-        return list(parts.values())
-
-    def _top(self, node: _Node) -> _Node:
-        while self._above[node] is not node:
-            self._above[node] = self._above[self._above[node]]
-            node = self._above[node]
-        return node
-
-
-def _fingerprint(key: _Key) -> Fingerprint:
-    return key[0]  # type: ignore[return-value]
-
-
-def _resolved(
-    matching: Matching, values_a: list[Value], values_b: list[Value]
-) -> Iterator[tuple[Value, Value]]:
-    """Pairs of values that are all near each other, as far as they can be told apart."""
-    if values_a[0].count < FEW:
-        yield from _by_inputs(matching, values_a, values_b)
-        return
-    if len(values_a) == len(values_b) == 1:
-        yield values_a[0], values_b[0]
-        return
-    rest_a, rest_b = list(values_a), list(values_b)
-    steps: Sequence[Callable[[list[Value], list[Value]], Iterator[tuple[Value, Value]]]] = (
-        _clear,
-        lambda x, y: _alike(x, y, lambda v: (v.module, v.name)),
-        lambda x, y: _alike(x, y, lambda v: (v.module,)),
-        lambda x, y: _by_inputs(matching, x, y),
-        _in_order,
-    )
-    for step in steps:
-        found = list(step(rest_a, rest_b))
-        yield from found
-        gone = {value for pair in found for value in pair}
-        rest_a = [value for value in rest_a if value not in gone]
-        rest_b = [value for value in rest_b if value not in gone]
-        if not rest_a or not rest_b:
-            return
-
-
-def _clear(values_a: Sequence[Value], values_b: Sequence[Value]) -> Iterator[tuple[Value, Value]]:
-    """Pairs that are each other's nearest by far."""
-    if len(values_a) * len(values_b) > _CANDIDATES**2:
-        return
-    for a in values_a:
-        b, clear = _nearest(a, values_b)
-        if clear and _nearest(b, values_a) == (a, True):
-            yield a, b
-
-
-def _nearest(value: Value, others: Sequence[Value]) -> tuple[Value, bool]:
-    ranked = sorted(
-        (distance(value.event.fingerprint, other.event.fingerprint), i)
-        for i, other in enumerate(others)
-    )
-    clear = len(ranked) == 1 or ranked[0][0] < _CLEARLY * ranked[1][0]
-    return others[ranked[0][1]], clear
-
-
-def _alike(
-    values_a: Sequence[Value], values_b: Sequence[Value], key: Callable[[Value], _Key]
-) -> Iterator[tuple[Value, Value]]:
-    """As many of one key on both sides, in order."""
-    groups = _grouped(values_a, key)
-    for name, found in _grouped(values_b, key).items():
-        partners = groups.get(name, [])
-        if len(partners) == len(found):
-            yield from zip(partners, found, strict=True)
-
-
-def _by_inputs(
-    matching: Matching, values_a: Sequence[Value], values_b: Sequence[Value]
-) -> Iterator[tuple[Value, Value]]:
-    """Pairs that are computed from partners and stand alone in that, or share name and module."""
-    if len(values_a) * len(values_b) > _CANDIDATES**2:
-        return
-    for b in values_b:
-        fits = [a for a in values_a if matching.agree_on_inputs(a, b)]
-        if len(fits) == 1 and sum(matching.agree_on_inputs(fits[0], o) for o in values_b) == 1:
-            yield fits[0], b
-
-
-def _in_order(
-    values_a: Sequence[Value], values_b: Sequence[Value]
-) -> Iterator[tuple[Value, Value]]:
-    """As many on both sides, in the order of execution."""
-    if len(values_a) == len(values_b):
-        yield from zip(values_a, values_b, strict=True)
-
-
-def fused_halves(
-    wholes: Sequence[Value], halves: Sequence[Value], limit: float
-) -> Iterator[tuple[Value, Value]]:
-    """Parameters of one side that are two of the other side by side, with each of the two."""
-    by_count = _grouped((v for v in halves if v.is_leaf), lambda v: (v.count,))
-    for whole in wholes:
-        found = by_count.get((whole.count / 2,), [])
-        if not whole.is_leaf or whole.count < 2 * FEW or len(found) > _CANDIDATES:
-            continue
-        wanted = whole.event.fingerprint
-        for one, other in combinations(found, 2):
-            a, b = one.event.fingerprint, other.event.fingerprint
-            if abs(math.hypot(norm(a), norm(b)) - norm(wanted)) > 2 * limit * norm(wanted):
-                continue
-            if distance(wanted, fused(a, b)) <= limit:
-                yield whole, one
-                yield whole, other
-                found.remove(one)
-                found.remove(other)
-                break
-
-
 # ---- after a divergence ------------------------------------------------------------------------
 
 
 def _by_module(matching: Matching, modules: Sequence[Pair]) -> None:
     """Values that are inputs or outputs of paired modules, bit for bit; recorded ones first."""
-    holders: tuple[dict[_Key, Value], dict[_Key, Value]] = ({}, {})
+    holders: tuple[dict[Key, Value], dict[Key, Value]] = ({}, {})
     for side in (0, 1):
         for value in matching.sides[side]:
             for event in value.members:
@@ -390,7 +207,7 @@ def _by_pattern(matching: Matching) -> None:
     operations of that name in the module.
     """
     roles = tuple(_roles(values) for values in matching.sides)
-    learned: dict[_Key, set[_Key]] = defaultdict(set)
+    learned: dict[Key, set[Key]] = defaultdict(set)
     for pair in matching.pairs:
         learned[roles[1][pair.target][0]].add(roles[0][pair.baseline][0])
     places = {place: value for value, place in roles[0].items()}
@@ -404,9 +221,9 @@ def _by_pattern(matching: Matching) -> None:
             matching.pair(partner, value, "pattern")
 
 
-def _roles(values: Sequence[Value]) -> dict[Value, tuple[_Key, tuple[str, ...]]]:
-    seen: dict[_Key, int] = defaultdict(int)
-    roles: dict[Value, tuple[_Key, tuple[str, ...]]] = {}
+def _roles(values: Sequence[Value]) -> dict[Value, tuple[Key, tuple[str, ...]]]:
+    seen: dict[Key, int] = defaultdict(int)
+    roles: dict[Value, tuple[Key, tuple[str, ...]]] = {}
     for value in values:
         key = (value.phase, value.module, value.name, value.event.site.port)
         template = _NUMBER.sub("*", value.module)

@@ -21,8 +21,10 @@ from tracediff.align.flow import Flow, Value, name_of
 from tracediff.align.matching import ValuePair
 from tracediff.align.names import Rules
 from tracediff.align.operations import align_operations
+from tracediff.bisection.choices import is_integer, judge_integers
 from tracediff.bisection.findings import Finding
 from tracediff.bisection.narrowing import narrow
+from tracediff.bisection.nonfinite import judge_nan
 from tracediff.bisection.spans import (
     Check,
     Engine,
@@ -114,11 +116,10 @@ class OperationJudge:
             return culprit
         of = self.flows[1 - side].of_order[other.order]
         partner = self._partner[1 - side].get(of)
+        members = partner.members if partner else finding.spans[side].operations
+        alike = [e for e in members if (name_of(e), e.shape) == (name_of(other), other.shape)]
         if partner is None:
-            return None
-        alike = [
-            e for e in partner.members if (name_of(e), e.shape) == (name_of(other), other.shape)
-        ]
+            return alike[0] if len(alike) == 1 else None
         return next(iter(alike), partner.event)
 
     def _heals(self, pair: ValuePair, error: float) -> bool:
@@ -144,7 +145,8 @@ class OperationJudge:
     def _judge(self, pair: ValuePair) -> Finding | None:
         a, b = pair.baseline.event, pair.target.event
         both_leaves = pair.baseline.is_leaf and pair.target.is_leaf
-        if both_leaves or pair.layout != "whole" or not (is_float(a) and is_float(b)):
+        numbers = all(is_float(event) or is_integer(event) for event in (a, b))
+        if both_leaves or pair.layout != "whole" or not numbers:
             return None
         if a.digest == b.digest and a.dtype == b.dtype:
             return None
@@ -154,6 +156,11 @@ class OperationJudge:
         )
         if not (spans[0].operations or spans[1].operations):
             return None
+        known = pair, spans, self._engines, self._partner[0]
+        if is_integer(a) or is_integer(b):
+            return judge_integers(*known)
+        if (made := judge_nan(*known)) is not None:
+            return made
         case = _Case(pair, spans, self._engines, self._partner, self._lay_over, self._counts(a))
         return case.finding()
 
