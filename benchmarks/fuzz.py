@@ -50,7 +50,7 @@ from tracediff.trace.summary import digest
 SECONDS: Final = 5.0
 """Of processor time: a busy machine is no hang."""
 
-SILENCE: Final = 60.0
+SILENCE: Final = 600.0
 """Seconds without a word from a process, after which it is taken to wait for ever."""
 
 MEGABYTES: Final = 1024
@@ -86,9 +86,9 @@ class Examiner:
         reads = [lambda: self._compared(clean, mutant, reverse=number % 2 == 1)]
         if seed.name == "snapshots":
             reads.append(lambda: self._snapshots(mutant))
-        if number % 8 == 0:
-            reads += [lambda: self._verified(mutant), lambda: self._sites(clean, mutant)]
         if number % 16 == 0:
+            reads += [lambda: self._verified(mutant), lambda: self._sites(clean, mutant)]
+        if number % 32 == 0:
             reads += [lambda: self._shown(mutant), lambda: self._repaired(mutant)]
         ended = []
         for read in reads:

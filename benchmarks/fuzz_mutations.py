@@ -243,8 +243,8 @@ def _shape(entries: Entries, rng: random.Random) -> str:
     at = rng.choice([i for i, row in enumerate(rows) if row])
     key = f"{rows[at]}/zarr.json"
     document = json.loads(entries[key])
-    chunks = rng.choice((1, 4, 64, 2000))
-    bomb = rng.random() < 0.5
+    chunks = rng.choice((1, 4, 300, 2000))
+    bomb = rng.random() < 0.2
     shape = [chunks << 18] if bomb else rng.choice(_SHAPES)
     chunk = [1 << 18] if bomb else rng.choice((shape, [1] * len(shape), [1 << 30] * len(shape)))
     document["shape"] = shape

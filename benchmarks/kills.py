@@ -1,9 +1,9 @@
 """`python -m benchmarks.kills`: a recording process is killed at random moments, again and again.
 
 After each SIGKILL every step that the process had reported as committed must read back verified,
-with the values that belong to it, and no other step may be visible than the one after it: in a
-folder, and on an S3 server. As a control, a plain directory of arrays with a growing step axis is
-written and killed the same way.
+with the values that belong to it, no other step may be visible than the one after it, and the
+latest snapshots are there: in a folder, and on an S3 server. As a control, a plain directory of
+arrays with a growing step axis is written and killed the same way.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tracediff.trace.remote import Prefix
 
 TENSORS: Final = 40
 SHAPE: Final = (64, 64)
+SNAPSHOT_EVERY: Final = 3
 
 _CHILD: Final = """
 import sys
@@ -51,6 +52,8 @@ def write_trace(path: str) -> None:
 
     with create_trace(path, Run(stack="pytorch")) as writer:
         for step in range(1_000_000):
+            if step % SNAPSHOT_EVERY == 1:
+                writer.add_snapshot(step, {"weight": value_of(step, TENSORS)}, keep=2)
             for tensor in range(TENSORS):
                 value = value_of(step, tensor)
                 writer.add(
@@ -92,9 +95,9 @@ def kill(writer: str, path: Path | str, seconds: float) -> int:
 
 def check_trace(path: Path | str, reported: int) -> str:
     """How a killed trace reads: `sound`, or what is wrong with it."""
-    found = verify(path)
-    if not found.sound:
-        return f"damaged: {found.damage[0].what}"
+    checked = verify(path)
+    if not checked.sound:
+        return f"damaged: {checked.damage[0].what}"
     with Trace(path) as trace:
         if trace.steps not in (list(range(reported + 1)), list(range(reported + 2))):
             return f"{len(trace.steps)} steps where {reported + 1} were reported"
@@ -102,6 +105,13 @@ def check_trace(path: Path | str, reported: int) -> str:
             for event in trace.events(step):
                 if not np.array_equal(trace.array(event), value_of(step, event.order)):
                     return f"wrong values in step {step}"
+        due = [step for step in range(reported + 1) if step % SNAPSHOT_EVERY == 1]
+        found = trace.snapshots
+        if not set(due[-1:]) <= set(found) or not min(2, len(due)) <= len(found) <= 3:
+            return f"snapshots {found} where {due[-2:]} are due"
+        for step in found:
+            if not np.array_equal(trace.snapshot(step)["weight"], value_of(step, TENSORS)):
+                return f"wrong values in the snapshot of step {step}"
     return "sound"
 
 

@@ -119,6 +119,7 @@ def _step(
     overwrite: bool,
 ) -> int:
     from tracediff.reexecution import reexecute
+    from tracediff.trace import place
 
     done = reexecute(
         script,
@@ -132,5 +133,5 @@ def _step(
     )
     for note in (*done.notes, *done.run.notes):
         output.tell(f"note: {note}")
-    output.tell(f"{done.sentence()}. It is in {done.trace}")
+    output.tell(f"{done.sentence()}. It is in {place(done.trace)}")
     return 0 if done.exact else DIVERGED
