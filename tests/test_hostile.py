@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.fuzz import fuzz
+from tests.test_trace_integrity import rewrite
+from tracediff.bisection import bisect
 from tracediff.errors import CorruptTraceError
+from tracediff.events import STAGE_RANK
 from tracediff.replayers import reference_operations
 from tracediff.replaying import Operation
 from tracediff.testing import build_trace
 from tracediff.trace import Trace, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
 from tracediff.trace.columns import encode_strings
+from tracediff.trace.compression import TEXTS, compress
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -50,6 +56,52 @@ def test_what_is_no_file_is_never_opened(
             with pytest.raises(CorruptTraceError, match="is damaged"):
                 trace.events(0)
             assert not verify(path).sound
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prefix": {"values": "1", "generators": {}, "counts": {}}},
+        {"prefix": {"values": 1, "generators": {"numpy": []}, "counts": {}}},
+        {"prefix": {"values": 1, "generators": [], "counts": {}}},
+        {"counts": {"forward": None}},
+        {"counts": 7},
+        {"values": 1},
+        {"root": ["x"]},
+        {"states": {"rng": 1}},
+        {"events": 1e308},
+    ],
+    ids=str,
+)
+def test_an_index_of_another_form_is_made_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    values = [(f"{step}/forward/fc#0:out", np.ones(3) + step) for step in range(3)]
+    path, twin = (build_trace(tmp_path / name, values) for name in "ab")
+    whole = Trace(path).index(1)
+    file = path / "index/0/00000001.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert replace(Trace(path).index(1), prefix=None) == replace(whole, prefix=None)
+    assert bisect(path, twin).outcome == "identical"
+
+
+def test_an_empty_array_of_absurd_length_takes_no_memory(tmp_path: Path) -> None:
+    path = build_trace(tmp_path / "t", [("0/forward/fc#0:out", np.ones((0, 3), np.float32))])
+    shape = compress(np.frombuffer(encode_strings([f"[0, {1 << 57}]"]), np.uint8), TEXTS)
+    key = "tensors/forward/fc#0/out/zarr.json"
+    grid = {"name": "regular", "configuration": {"chunk_shape": [1, 1]}}
+    change = {"shape": [0, 1 << 57], "chunk_grid": grid}
+    rewrite(path, {"events/shape/c/0": shape, key: lambda d: d | change}, step=0)
+    with Trace(path) as trace:
+        (event,) = trace.events()
+        assert trace.array(event).shape == (0, 1 << 57)
+
+
+def test_operations_of_an_unknown_stage_are_judged_last() -> None:
+    assert sorted(["later", "trajectory", "forward"], key=STAGE_RANK.__getitem__) == [
+        "forward",
+        "trajectory",
+        "later",
+    ]
+    assert "later" not in STAGE_RANK
 
 
 def test_operands_that_are_not_there_make_no_formula() -> None:

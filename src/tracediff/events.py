@@ -28,7 +28,14 @@ STAGES: Final = (
 )
 """The rungs of the ladder, in the order in which a training step passes them."""
 
-STAGE_RANK: Final[Mapping[str, int]] = {stage: rank for rank, stage in enumerate(STAGES)}
+
+class _Ranks(dict[str, int]):
+    def __missing__(self, stage: str) -> int:
+        return len(self)
+
+
+STAGE_RANK: Final[Mapping[str, int]] = _Ranks((stage, rank) for rank, stage in enumerate(STAGES))
+"""Place of a stage on the ladder; one that a trace names and the ladder has not comes last."""
 
 EXACT_KINDS: Final = frozenset({"text", "ids", "labels", "mask", "state"})
 """Kinds compared bit for bit; tensors and scalars are held to a bound, settings by value."""

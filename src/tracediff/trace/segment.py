@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -289,13 +290,17 @@ def _block(archive: Archive, key: str, info: ArrayInfo) -> NDArray[Any]:
     return flat.reshape(info.chunk)
 
 
+def _corners(info: ArrayInfo) -> Iterator[tuple[int, ...]]:
+    """Places of an array's chunks in its grid; of an empty array none, however long other axes."""
+    if 0 not in info.shape:
+        parts = zip(info.shape, info.chunk, strict=True)
+        yield from product(*(range(-(-size // part)) for size, part in parts))
+
+
 def _assemble(blocks: Iterable[NDArray[Any]], info: ArrayInfo) -> NDArray[Any]:
     """Puts the chunks of an array together, dropping what pads the last ones."""
     whole = np.empty(info.shape, info.dtype)
-    corners = np.ndindex(
-        *(-(-size // part) for size, part in zip(info.shape, info.chunk, strict=True))
-    )
-    for block, corner in zip(blocks, corners, strict=True):
+    for block, corner in zip(blocks, _corners(info), strict=True):
         start = [at * part for at, part in zip(corner, info.chunk, strict=True)]
         target = whole[
             tuple(slice(at, at + part) for at, part in zip(start, info.chunk, strict=True))
