@@ -325,8 +325,9 @@ class _Case:
         found = [c if yes else None for c, yes in zip(failing, real, strict=True)]
         culprits = [check.event if check else None for check in found]
         worst = max((check for check in found if check), key=lambda check: check.ratio)
+        engine = self.engines[found.index(worst)]
         blame = "both" if all(real) else "baseline" if real[0] else "target"
-        note = f"{worst.event.op} does not give what its formula gives on its own recorded inputs"
+        note = f"{engine.told(worst.event)} on its own recorded inputs"
         return Finding(
             pair=self.pair,
             spans=self.spans,

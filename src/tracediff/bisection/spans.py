@@ -154,6 +154,14 @@ class Engine:
             return None
         return _reference().recompute(operation_of(event, self.flow, inputs, shape))
 
+    def told(self, event: Event) -> str:
+        """What an operation that is beyond its bound has done, for people."""
+        reads = self.cotangents.reads(event) if is_cotangent(event) else ()
+        if not reads:
+            return f"{event.op} does not give what its formula gives"
+        lines = dict.fromkeys(f"{read.event.op} ({read.event.source})" for read in reads)
+        return f"the backward pass of {' and '.join(lines)} does not give what its formula gives"
+
     # ---- a whole span ----------------------------------------------------------------------
 
     def evaluate(
