@@ -21,6 +21,7 @@ from tracediff.replayers.reference_functions import sigmoid as logistic
 from tracediff.replayers.reference_products import lora_parts, product
 from tracediff.replayers.reference_rope import rope
 from tracediff.replayers.reference_rounding import (
+    LARGEST,
     ROUNDING,
     arithmetic,
     is_narrow,
@@ -306,6 +307,37 @@ def rotary(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
     return found and replace(found, derivation=f"gradient of {found.derivation}")
 
 
+# ---- losses -------------------------------------------------------------------------------------
+
+
+def cross_entropy(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
+    """`dz = g (softmax(z) - onehot(label))`. Bridle, 1990, as in `reference_losses`.
+
+    An exponential errs by its function and by its argument, which 16-bit implementations store as
+    the logarithm of the probability; the sum of V of them by `V u`, which is six spreads.
+
+    Args:
+        call: `in` (..., V) and `labels` (...), each a class.
+        upstream: Of each position's loss, zero where it is ignored.
+    """
+    logits, labels = call.inputs["in"], call.inputs["labels"]
+    if wrt != "in" or labels.shape != logits.shape[:-1] or upstream.shape != labels.shape:
+        return None
+    data, g = wide(logits), wide(upstream)[..., None]
+    shifted = data - data.max(axis=-1, keepdims=True)
+    weights = np.exp(shifted)
+    total = weights.sum(axis=-1, keepdims=True)
+    p = weights / total
+    size = np.abs(shifted) + np.abs(np.log(total))
+    relative = arithmetic(call) * (_FUNCTION + size + logits.shape[-1] / LARGEST)
+    if is_narrow(call):
+        relative = together(relative, ROUNDING * storage(call) * size)
+    value = p.copy()
+    chosen = np.take_along_axis(p, labels[..., None], axis=-1) - 1
+    np.put_along_axis(value, labels[..., None], chosen, axis=-1)
+    return _done(call, g * value, np.abs(g) * together(relative * p, arithmetic(call) * p), wrt)
+
+
 def _elementwise(
     call: Call, upstream: Upstream, wrt: str, slope: Floats, error: Floats
 ) -> Replayed | None:
@@ -334,10 +366,11 @@ _GRADIENTS: Final[tuple[tuple[re.Pattern[str], Gradient], ...]] = tuple(
         (r"ReLU", relu),
         (r"Tanh", tanh),
         (r"Sigmoid", sigmoid),
+        (r"cross_entropy", cross_entropy),
     )
 )
 
 
 def gradient_of(op: str) -> Gradient | None:
-    """The gradient of an operation with one input."""
+    """The gradient of an operation with one input, or of a loss with labels as well."""
     return next((found for pattern, found in _GRADIENTS if pattern.fullmatch(op)), None)

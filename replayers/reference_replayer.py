@@ -135,7 +135,8 @@ class Replayer(replaying.Replayer):
         rows: NDArray[np.intp] | None = None,
     ) -> Replayed | None:
         function = gradient_of(call.op)
-        if function is None or call.inputs.keys() != {"in"}:
+        formula = _formula(call.op)
+        if function is None or formula is None or call.inputs.keys() != formula.ports:
             return None
         if rows is not None and wrt == "weight" and self.is_by_rows(call.op):
             # A row of (out, in) is of one output, a row of Conv1D's (in, out) of one input.

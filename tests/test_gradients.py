@@ -183,6 +183,29 @@ def test_the_gradient_of_a_rotation_is_the_rotation_back(traditional: bool) -> N
     np.testing.assert_allclose(back.value, x, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_a_cross_entropy(dtype: str) -> None:
+    labels, upstream = np.array([3, 0, 999]), array(3, seed=5)
+    z = torch.tensor(array(3, 1000), dtype=getattr(torch, dtype), requires_grad=True)
+    each = functional.cross_entropy(z, torch.tensor(labels), reduction="none")
+    each.backward(torch.tensor(upstream, dtype=each.dtype))
+    logits, g = z.detach().float().numpy(), torch.tensor(upstream).to(each.dtype).float().numpy()
+    call = Call(
+        op="cross_entropy",
+        inputs={"in": logits.astype(getattr(ml_dtypes, dtype, dtype)), "labels": labels},
+        dtype=dtype,
+    )
+    found = REFERENCE.gradient(call, g, "in")
+    assert found is not None
+    wide = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    functional.cross_entropy(wide, torch.tensor(labels), reduction="none").backward(
+        torch.tensor(g, dtype=torch.float64)
+    )
+    np.testing.assert_allclose(found.value, wide.grad.numpy(), rtol=1e-10, atol=1e-15)
+    error = np.abs(z.grad.float().numpy() - found.value) / found.spread
+    assert 0.01 < error.max() < 6
+
+
 def test_what_has_no_formula_is_not_guessed() -> None:
     x = array(4, WIDTH)
     dropped = Call(

@@ -145,6 +145,15 @@ class Backward:
             parts += self._combined(parent, event, output, rows, alone)
         return parts, list(self._remainders(around, event, output, same))
 
+    def logits(self, event: Event) -> Array | None:
+        """The output of the whole model, where a gradient is that of it or of its bits."""
+        whole = self._outs.get((ROOT, event.site.call))
+        output = self._outs.get((event.site.path, event.site.call))
+        if whole is None or output is None or output.digest != whole.digest:
+            return None
+        known = whole.payload is not None and len(whole.shape) == 3 and whole.shape == event.shape
+        return self._trace.array(whole) if known else None
+
     def gradient_at(self, key: Key, rows: Rows) -> Array | None:
         """The recorded gradient of a call's output."""
         event = self.grads.get(key)

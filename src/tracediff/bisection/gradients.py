@@ -3,7 +3,8 @@
 Both sides are recomputed from their own recorded inputs, parameters and upstream gradients. Where
 both hold within rounding, the pair has at most inherited what it is apart; where one side holds and
 the other does not, that one has introduced it and is to blame. Where neither holds, the gradient is
-made of more than is known (attention), and the cheap bound decides.
+made of more than is known (attention), and the cheap bound decides. The gradient of the logits is
+held to that of a cross-entropy.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.bisection import logit_gradients
 from tracediff.bisection.backward import Backward, Key, Part, Rows, together
 from tracediff.bisection.held import Finding, finding, held
 from tracediff.bisection.memory import Memory
@@ -64,12 +66,22 @@ class Gradients:
         port, shape = pair.baseline.site.port, values[0].shape
         if port not in ("grad", "grad_out") or not shape or not values[0].size:
             return None
+        logits = self._logits(pair) if port == "grad_out" and pair.layout == "same" else None
+        if logits is not None:
+            return logit_gradients.rule(_events(pair), logits, values, reference())
         if spot and (few := _few_rows(pair, shape, counts)) is not None:
             picked = tuple(v.reshape(-1, shape[-1])[few] for v in values)
             found = self._rule(pair, (picked[0], picked[1]), None, few)
             if found is None or found.within:
                 return None
         return self._rule(pair, values, counts, None)
+
+    def _logits(self, pair: Pair) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """Both models' outputs, where the pair is their gradients."""
+        found = [
+            side.logits(event) for side, event in zip(self._passes, _events(pair), strict=True)
+        ]
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
 
     def _rule(self, pair: Pair, values: Values, counts: Counts, rows: Rows) -> Finding | None:
         if pair.baseline.site.port == "grad":

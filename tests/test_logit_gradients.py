@@ -1,0 +1,61 @@
+"""The gradient of logits, as PyTorch computes it, held to that of a cross-entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+torch = pytest.importorskip("torch")
+
+from tracediff import stacks  # noqa: E402
+from tracediff.bisection.held import Finding  # noqa: E402
+from tracediff.bisection.logit_gradients import rule  # noqa: E402
+from tracediff.events import Event, Site  # noqa: E402
+
+Array = NDArray[Any]
+REFERENCE = stacks.load_replayer("reference")()
+LOGITS = (2 * np.random.default_rng(0).standard_normal((2, 6, 500))).astype(np.float32)
+LABELS = np.random.default_rng(1).integers(0, 500, (2, 6))
+LABELS[0, :2] = LABELS[1, 5] = -100
+
+
+def gradient(logits: Array, labels: Array = LABELS, scale: float = 1.0) -> Array:
+    z = torch.tensor(logits, requires_grad=True)
+    each = torch.nn.functional.cross_entropy(z.flatten(0, 1), torch.tensor(labels.reshape(-1)))
+    (each * scale).backward()
+    found: Array = z.grad.numpy()
+    return found
+
+
+def ruled(baseline: Array, target: Array, logits: Array = LOGITS) -> Finding | None:
+    event = Event(site=Site(0, "backward", "root", 0, "grad_out"), order=1, dtype="float32")
+    return rule((event, event), (LOGITS, logits), (baseline, target), REFERENCE)
+
+
+def test_two_right_gradients_of_logits_that_are_apart() -> None:
+    logits = (LOGITS * (1 + 1e-4)).astype(np.float32)
+    found = ruled(gradient(LOGITS), gradient(logits), logits)
+    assert found is not None
+    assert found.within
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3])
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_one_position_that_is_off_is_blamed(side: str, size: float) -> None:
+    right, wrong = gradient(LOGITS), gradient(LOGITS)
+    wrong[1, 3] *= 1 + size
+    found = ruled(wrong, right) if side == "baseline" else ruled(right, wrong)
+    assert found is not None
+    assert (found.within, found.blame) == (False, side)
+
+
+def test_other_factors_labels_and_losses_are_left_to_others() -> None:
+    right, others = gradient(LOGITS), LABELS.copy()
+    others[1, 3] = (others[1, 3] + 1) % 500
+    assert ruled(right, gradient(LOGITS, scale=1.001)) is None
+    assert ruled(right, gradient(LOGITS, labels=others)) is None
+    assert ruled(np.sin(right), np.cos(right)) is None
+    assert ruled(0 * right, 0 * right) is None
