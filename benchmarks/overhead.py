@@ -1,8 +1,15 @@
-"""`python -m benchmarks.overhead`: what recording costs where fixed costs rule.
+"""`python -m benchmarks.overhead`: what recording costs.
 
-A tiny Qwen3 (hidden 256, four layers, 2.6 million parameters), a batch of 2 x 64 tokens, forward
-and backward on PyTorch with one thread. Processor time per step, bare and recorded in turns within
-one process, so that the ratios hold on a busy machine; the least of the rounds counts.
+`--job tiny`: a tiny Qwen3 (hidden 256, four layers, 2.6 million parameters), a batch of 2 x 64
+tokens, forward and backward: fixed costs rule. `--job llama`: a Llama (hidden 512, eight layers,
+vocabulary 8192), a batch of 4 x 256 tokens, forward, backward and AdamW. `--job events`: a hundred
+modules in a row on 16 numbers, so that nothing but the fixed cost of an event is left. On PyTorch
+or, with `--stack mlx`, the twin of each on MLX; one thread.
+
+Every kind of recording is measured in turns with the bare job, in one process, so that the ratios
+hold on a busy machine; the least of the rounds counts. Times are those of the processor (`times`),
+of all threads, until the last step ends and until everything is written (`flushed`); `clock` is the
+same ratio by the clock, which means something on an idle machine only.
 """
 
 from __future__ import annotations
@@ -12,73 +19,202 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import numpy as np
 
 import tracediff
 from tracediff.trace import Trace
 
+Step = Callable[[], Any]
 
-def job() -> Callable[[], None]:
-    """One step of training without an optimizer."""
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "bare": {},
+    "digest": {"level": "digest"},
+    "module": {"level": "module"},
+    "module, buffer": {"level": "module", "max_buffer": "1G"},
+    "op-digest": {"level": "op-digest"},
+    "op": {"level": "op"},
+}
+
+TINY: Final = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+LLAMA: Final = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+SHAPES: Final = {"tiny": (2, 64), "llama": (4, 256)}
+
+
+def batches(name: str) -> Any:
+    """Another batch each step: a value that was there the step before is not summarised again."""
+    vocabulary = (TINY if name == "tiny" else LLAMA)["vocab_size"]
+    return np.random.default_rng(0).integers(0, vocabulary, (64, *SHAPES[name]))
+
+
+def pytorch_job(name: str) -> Step:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    config: Any = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config)
-    # Another batch each step: a value that was there in the step before is not summarised again.
-    batches = itertools.cycle(torch.randint(0, 1024, (64, 2, 64)))
+    if name == "events":
+        chain = torch.nn.Sequential(
+            *(torch.nn.Softplus() for _ in range(100)), torch.nn.Linear(16, 1)
+        )
+        x = torch.linspace(-1, 1, 16, requires_grad=True)
+        return lambda: chain(x).sum().backward()
+    model: Any
+    if name == "tiny":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4) if name == "llama" else None
+    given = itertools.cycle(torch.tensor(batches(name)))
 
     def step() -> None:
-        ids = next(batches)
+        ids = next(given)
         model.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
+        if optimizer is not None:
+            optimizer.step()
 
     return step
 
 
-def seconds(step: Callable[[], None], steps: int) -> float:
-    """Processor time per step."""
-    began = time.process_time()
-    for _ in range(steps):
-        step()
-    return (time.process_time() - began) / steps
+def mlx_job(name: str) -> Step:
+    import mlx.core as mx
+    import mlx.nn as nn
+    import mlx.optimizers as optim
+    from mlx_lm.models import llama, qwen3
+
+    mx.random.seed(0)
+    model: Any
+    if name == "events":
+        model = nn.Sequential(*(nn.Softplus() for _ in range(100)), nn.Linear(16, 1))
+        x = mx.linspace(-1, 1, 16)
+        function = nn.value_and_grad(model, lambda model, x: model(x).sum())
+        return lambda: mx.eval(function(model, x))
+    if name == "tiny":
+        rope = {"rope_theta": 1e4, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
+        model = qwen3.Model(qwen3.ModelArgs(model_type="qwen3", **TINY, **rope))
+    else:
+        model = llama.Model(llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, **LLAMA))
+    optimizer = optim.AdamW(1e-4) if name == "llama" else None
+    given = itertools.cycle(map(mx.array, batches(name)))
+    gradient = nn.value_and_grad(
+        model, lambda model, ids: nn.losses.cross_entropy(model(ids), ids, reduction="mean")
+    )
+
+    def step() -> None:
+        loss, grads = gradient(model, next(given))
+        if optimizer is not None:
+            optimizer.update(model, grads)
+            mx.eval(model.parameters(), optimizer.state)
+        mx.eval(loss, grads)
+
+    return step
+
+
+@dataclass
+class Cost:
+    """Seconds per step, and what a step leaves behind."""
+
+    processor: float
+    flushed: float
+    clock: float
+    events: int = 0
+    stored: int = 0
+    values: int = 0
+    peak: float = 0.0
+
+    def least(self, other: Cost) -> Cost:
+        self.processor = min(self.processor, other.processor)
+        self.flushed = min(self.flushed, other.flushed)
+        self.clock = min(self.clock, other.clock)
+        return self
+
+
+def measure(step: Step, stack: str, options: dict[str, Any], warm: int, steps: int) -> Cost:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as recording:
+        path = Path(folder) / "run.zarr"
+        if options:
+            recording.enter_context(tracediff.record(path, stack=stack, **options))
+        for _ in range(warm if options else 1):  # the first steps also keep sketches
+            step()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        began, clock = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            step()
+        ended, clock = time.process_time(), time.perf_counter() - clock
+        recording.close()
+        flushed = time.process_time()
+        cost = Cost((ended - began) / steps, (flushed - began) / steps, clock / steps)
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        cost.peak = int(status["VmHWM"].split()[0]) / 1024
+        if options:
+            with Trace(path) as trace:
+                last = trace.steps[-2]
+                cost.events = len(trace.events(last))
+                cost.stored = trace.index(last).segment_bytes
+                cost.values = sum(map(size_of, trace.events(last)))
+        return cost
+
+
+def size_of(event: Any) -> int:
+    known = np.prod(event.shape) if event.dtype else 0
+    return int(known) * (2 if "16" in event.dtype else 8 if "64" in event.dtype else 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--job", choices=["tiny", "llama", "events"], default="tiny")
+    parser.add_argument("--stack", choices=["pytorch", "mlx"], default="pytorch")
+    parser.add_argument("--kinds", help=f"of {', '.join(KINDS)}; separated by semicolons")
     parser.add_argument("--steps", type=int, default=10, help="steps of each measurement")
+    parser.add_argument("--warm", type=int, default=4, help="steps before it")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    step = job()
-    seconds(step, 5)
-    best: dict[str, float] = {}
-    sizes: dict[str, str] = {"bare": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(given.rounds):
-            best["bare"] = min(best.get("bare", 1e9), seconds(step, given.steps))
-            for level in ("digest", "module"):
-                path = Path(folder) / f"{level}{number}.zarr"
-                with tracediff.record(path, stack="pytorch", level=level):
-                    seconds(step, 4)  # the first steps also keep sketches
-                    best[level] = min(best.get(level, 1e9), seconds(step, given.steps))
-                with Trace(path) as trace:
-                    last = trace.steps[-2]
-                    size = trace.index(last).segment_bytes
-                    sizes[level] = f"{len(trace.events(last))} events, {size / 1e6:.2f} MB a step"
+    kinds = list(KINDS) if given.kinds is None else ["bare", *given.kinds.split(";")]
+    step = (pytorch_job if given.stack == "pytorch" else mlx_job)(given.job)
+    step()
+    best: dict[str, Cost] = {}
+    for _ in range(given.rounds):
+        for name in kinds:
+            cost = measure(step, given.stack, KINDS[name], given.warm, given.steps)
+            best[name] = cost.least(best[name]) if name in best else cost
+    bare = best["bare"]
+    print("| recorded | ms a step | times | flushed | clock | events | us an event "
+          "| MB a step | stored | peak MB |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, cost in best.items():
-        print(f"{name:8s} {cost * 1e3:8.1f} ms  {cost / best['bare']:6.2f}  {sizes[name]}")
+        row = [name, f"{cost.processor * 1e3:.0f}", f"{cost.processor / bare.processor:.2f}"]
+        row += [f"{cost.flushed / bare.processor:.2f}", f"{cost.clock / bare.clock:.2f}"]
+        if cost.events:
+            extra = (cost.flushed - bare.processor) / cost.events
+            row += [str(cost.events), f"{extra * 1e6:.0f}", f"{cost.stored / 1e6:.2f}"]
+            row += [f"{cost.stored / cost.values:.3f}" if cost.values else ""]
+        else:
+            row += [""] * 4
+        print("|", " | ".join([*row, f"{cost.peak:.0f}"]), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -143,8 +143,11 @@ class ModuleHooks:
             if self.replace is not None:
                 call = self.replace(frame, call, orders)
                 ports = call.inputs()
-            with state.giving(ports):
+            state.given.append(ports)
+            try:
                 output = call.run()
+            finally:
+                state.given.pop()
             self._emit(tape.emit_out, frame, output_ports(output), _offset(call))
         finally:
             state.open.pop()

@@ -63,7 +63,7 @@ class Recorder(recording.Recorder):
         GradientHooks(state, patches).install()
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()
-        if tape.policy.level == "op":
+        if tape.policy.operations:
             OperationHooks(state, patches).install()
         patches.replace(mx, "load", checkpoints.watching)
         watch_safetensors(checkpoints, patches)

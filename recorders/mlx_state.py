@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -119,15 +118,6 @@ class State:
         gradient = self.gradient
         ran = gradient is not None and gradient.started and not gradient.forward
         return ran and not self.repeating
-
-    @contextmanager
-    def giving(self, ports: Ports) -> Iterator[None]:
-        """For the duration of the block, a call runs that was given these arguments."""
-        self.given.append(ports)
-        try:
-            yield
-        finally:
-            self.given.pop()
 
     def touch(self) -> None:
         """Says that there is something to record here.

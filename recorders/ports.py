@@ -28,9 +28,9 @@ class Ports(Generic[Tensor]):
             such as a cache, by its name.
     """
 
-    tensors: list[tuple[str, Tensor]]
-    names: list[str]
-    skipped: dict[str, str]
+    tensors: Sequence[tuple[str, Tensor]]
+    names: Sequence[str]
+    skipped: Mapping[str, str]
 
     def named(self) -> list[tuple[str, Tensor]]:
         """The tensors by the names that the signature gives them."""
@@ -58,6 +58,8 @@ class PortNames(Generic[Tensor]):
 
     def inputs(self, names: Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ports[Tensor]:
         """The tensors that a function was called with: the primary one is `in`."""
+        if len(args) == 1 and not kwargs and names and isinstance(args[0], self._tensor):
+            return Ports([("in", args[0])], [".".join(_positional(names, 0))], {})
         skipped: dict[str, str] = {}
         found: list[tuple[tuple[str, ...], Tensor]] = []
         for index, value in enumerate(args):
@@ -72,6 +74,8 @@ class PortNames(Generic[Tensor]):
 
     def outputs(self, output: Any) -> Ports[Tensor]:
         """The tensors that a module returned: the primary one is `out`."""
+        if isinstance(output, self._tensor):
+            return Ports([("out", output)], [""], {})
         skipped: dict[str, str] = {}
         found = list(self._leaves(output, (), skipped))
         given = {name for name, _ in found}

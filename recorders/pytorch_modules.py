@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,8 +13,8 @@ import torch
 import torch.utils.checkpoint
 import torch.utils.hooks
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from tracediff.recorders.pytorch_identity import ByIdentity
 from tracediff.recorders.pytorch_roots import Named, is_compiled, unwrapped
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import (
@@ -48,6 +48,29 @@ class Call:
         return input_ports(self.module, self.args, self.kwargs)
 
 
+class Opened:
+    """A call that is open for the duration of a `with` block."""
+
+    __slots__ = ("_frame", "_is_new", "_state")
+
+    def __init__(self, state: State, frame: Any, is_new: bool) -> None:
+        self._state, self._frame, self._is_new = state, frame, is_new
+
+    def __enter__(self) -> tuple[Any, bool]:
+        self._state.open.append(self._frame)
+        for segment in self._state.segments if self._frame else ():
+            segment.append(self._frame)
+        return self._frame, self._is_new
+
+    def __exit__(self, *error: object) -> None:
+        state = self._state
+        state.open.pop()
+        if self._is_new:
+            state.tape.exit(self._frame)
+            if not state.open:
+                state.offer(self._frame.outs)
+
+
 class ModuleHooks:
     """Wraps `nn.Module.__call__`, so that arguments, results and exceptions pass one place.
 
@@ -67,7 +90,7 @@ class ModuleHooks:
         self._muted = False
         self._batch: tuple[int, ...] | None = None
         self._repeated: Iterator[Frame] | None = None
-        self._hooked: MutableMapping[Any, Any] = WeakIdKeyDictionary()
+        self._hooked: ByIdentity[Any] = ByIdentity()
         self.on_call: list[Callable[[nn.Module], None]] = []
         self.skip: Callable[[Call, str, Ports, bool], Any] | None = None
         self.replace: Callable[[Frame, Call, Mapping[str, int]], Call] | None = None
@@ -112,8 +135,10 @@ class ModuleHooks:
         state = self._state
         if not state.open and self._repeated is None:
             return self._outermost(call)
-        parent = next((frame.path for frame in reversed(state.open) if frame), "")
-        path = state.roots.path_of(call.module) or state.roots.adopt(call.module, parent)
+        path = state.roots.path_of(call.module)
+        if path is None:
+            parent = next((frame.path for frame in reversed(state.open) if frame), "")
+            path = state.roots.adopt(call.module, parent)
         return self._record(call, path, call.inputs())
 
     def _outermost(self, call: Call) -> Any:
@@ -144,17 +169,21 @@ class ModuleHooks:
     def _record(self, call: Call, path: str, ports: Ports) -> Any:
         for callback in self.on_call:
             callback(call.module)
+        state, tape = self._state, self._state.tape
         with self.frame(path, type(call.module).__name__) as (frame, is_new):
-            orders = self._emit(self._state.tape.emit_in, frame, ports) if is_new else {}
+            orders = self._emit(tape.emit_in, frame, ports) if is_new else {}
             if self.replace is not None and frame is not None:
                 call = self.replace(frame, call, orders)
                 ports = call.inputs()
             given = {id(tensor): tensor._version for _, tensor in ports.tensors}
-            with self._state.giving(ports):
+            state.given.append(ports)
+            try:
                 output = call.run()
+            finally:
+                state.given.pop()
             ports = output_ports(output)
             if is_new:
-                self._emit(self._state.tape.emit_out, frame, ports)
+                self._emit(tape.emit_out, frame, ports)
             for port, tensor in ports.tensors if frame else ():
                 # A tensor handed through (nn.Identity) has the gradient of all its users, which
                 # is not that of this output; one changed in place is the module's own.
@@ -186,26 +215,15 @@ class ModuleHooks:
         finally:
             self._muted = False
 
-    @contextmanager
-    def frame(self, path: str, op: str) -> Iterator[tuple[Any, bool]]:
-        """A call that is open for the duration of the block, and whether it is a new one.
+    def frame(self, path: str, op: str) -> Opened:
+        """A call that is open for the duration of a `with` block, and whether it is a new one.
 
         When a reentrant checkpoint repeats a call, it is the call of the first time: its values
         are on the tape already, but only now does it have gradients. None where there was none.
         """
-        state, is_new = self._state, self._repeated is None
-        frame: Any = state.tape.enter(path, op) if is_new else self._next_repeated(op)
-        state.open.append(frame)
-        for segment in state.segments if frame else ():
-            segment.append(frame)
-        try:
-            yield frame, is_new
-        finally:
-            state.open.pop()
-            if is_new:
-                state.tape.exit(frame)
-                if not state.open:
-                    state.offer(frame.outs)
+        is_new = self._repeated is None
+        frame = self._state.tape.enter(path, op) if is_new else self._next_repeated(op)
+        return Opened(self._state, frame, is_new)
 
     def _next_repeated(self, op: str) -> Frame | None:
         frame = next(self._repeated or iter(()), None)
@@ -247,10 +265,10 @@ class ModuleHooks:
     def _hook_parameters(self) -> None:
         """Records what each backward pass contributes to a parameter, before it is accumulated."""
         for tensor, named in self._state.roots.trainable():
-            if tensor not in self._hooked:
+            if self._hooked.get(tensor) is None:
                 record = functools.partial(self._parameter_grad, named)
                 handle = _hook(tensor, record)
-                self._hooked[tensor] = handle
+                self._hooked.set(tensor, handle)
                 self._patches.on_undo(handle.remove)
 
     def _parameter_grad(self, named: Named, grad: torch.Tensor) -> None:

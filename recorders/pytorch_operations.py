@@ -68,7 +68,6 @@ class OperationHooks:
         self._events = OperationEvents(state.tape, "pytorch")
         self._flow = DataFlow()
         self._nodes = Nodes()
-        self._digests: dict[int, bytes] = {}
         self._made: dict[Made, int] = {}
         self._owners: dict[int | None, str] = {}
         self._step = -1
@@ -121,7 +120,7 @@ class OperationHooks:
             return None
         if tape.step != self._step:
             self._step = tape.step
-            tables = self._events, self._flow, self._nodes, self._digests, self._made, self._owners
+            tables = self._events, self._flow, self._nodes, self._made, self._owners
             for table in tables:
                 table.clear()
         place = self._backward_place() if in_backward() else self._forward_place()
@@ -259,8 +258,8 @@ class OperationHooks:
             if array is None or order is None:
                 continue
             self._flow.hold(tensor, order, written=written)
-            self._digests[order] = digest(array)
-            self._made[_made(operation.name, tensor, self._digests[order])] = order
+            of_value = self._state.tape.digest_of(order)
+            self._made[_made(operation.name, tensor, of_value)] = order
             # A norm over all parameters is summed from numbers that belong to none of them.
             if operation.place.phase == "optimizer" and tensor.ndim:
                 self._owners[order] = operation.place.path
@@ -309,12 +308,11 @@ class OperationHooks:
             if place.phase == "optimizer":
                 place = replace(place, path=self._owner(tensor) or ROOT)
             order = self._events.leaf(place, self._leaf_name(tensor), array)
-        elif held.order is not None and self._digests.get(held.order) == digest(array):
+        elif held.order is not None and self._state.tape.digest_of(held.order) == digest(array):
             order = held.order
         else:
             order = self._alias(tensor, held, place)
         if order is not None:
-            self._digests[order] = digest(array)
             self._flow.hold(tensor, order, written=False)
         return order
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +15,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tracediff.recorders.pytorch_dataflow import address_of
+from tracediff.recorders.pytorch_identity import ByIdentity
 from tracediff.recorders.pytorch_state import State
 from tracediff.recorders.pytorch_tensors import out_of_sight, scalar, to_numpy
 from tracediff.recording import Patches
@@ -45,7 +45,7 @@ class OptimizerHooks:
         self._state = state
         self._patches = patches
         self._pending: list[Updated] = []
-        self._loaded: MutableMapping[Any, bool] = WeakIdKeyDictionary()
+        self._loaded: ByIdentity[bool] = ByIdentity()
 
     def install(self) -> None:
         gc.collect()  # an optimizer that nobody holds any more does not count
@@ -154,9 +154,9 @@ class OptimizerHooks:
 
     def _load_state(self, optimizer: Optimizer, path: str, parameter: torch.Tensor) -> list[int]:
         """Records the state that an optimizer already has when its first update is seen."""
-        if parameter in self._loaded:
+        if self._loaded.get(parameter):
             return []
-        self._loaded[parameter] = True
+        self._loaded.set(parameter, True)
         return [
             self._state.tape.emit("loading", path, f"state.{name}", value)
             for name, value in _state_tensors(optimizer, parameter)

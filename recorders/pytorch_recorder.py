@@ -50,7 +50,7 @@ class Recorder(BaseRecorder):
         RopeHooks(state, patches, modules).install()
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()
-        if self.tape.policy.level == "op":
+        if self.tape.policy.operations:
             OperationHooks(state, patches).install()
         watch_safetensors(state.checkpoints, patches)
         chain = rendering_hooks.install(self.tape, patches)

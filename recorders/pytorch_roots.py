@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tracediff.checkpoint import Checkpoints
+from tracediff.recorders.pytorch_identity import ByIdentity
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Tape, join_path, root_path
 
@@ -83,8 +83,8 @@ class Roots:
         self._tape = tape
         self._checkpoints = checkpoints
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._paths: MutableMapping[Any, str] = WeakIdKeyDictionary()
-        self._named: MutableMapping[Any, Named] = WeakIdKeyDictionary()
+        self._paths: ByIdentity[str] = ByIdentity()
+        self._named: ByIdentity[Named] = ByIdentity()
         self._settings: set[str] = set()
 
     def path_of(self, module: nn.Module) -> str | None:
@@ -95,7 +95,7 @@ class Roots:
 
     def tensors(self) -> list[tuple[torch.Tensor, Named]]:
         """Every parameter and buffer that has a name, in the order in which they were named."""
-        return list(self._named.items())
+        return self._named.items()
 
     def emit_loaded(self) -> None:
         """Records all parameters and buffers as they are now."""
@@ -114,7 +114,7 @@ class Roots:
 
     def trainable(self) -> Iterator[tuple[torch.Tensor, Named]]:
         """Leaf parameters that gradients are accumulated into."""
-        for tensor, named in list(self._named.items()):
+        for tensor, named in self._named.items():
             if tensor.requires_grad and tensor.is_leaf:
                 yield tensor, named
 
@@ -136,7 +136,8 @@ class Roots:
 
     def adopt(self, module: nn.Module, parent: str) -> str:
         """Path of a module that its caller does not register, such as one kept in a list."""
-        path = self._paths[module] = f"{parent}.({type(module).__name__})"
+        path = f"{parent}.({type(module).__name__})"
+        self._paths.set(module, path)
         return path
 
     def _index_for(self, module: nn.Module) -> int:
@@ -150,24 +151,25 @@ class Roots:
 
     def _forget(self, root: nn.Module) -> None:
         for _, module in named_modules(root):
-            self._paths.pop(module, None)
+            self._paths.forget(module)
         for tensor in (*root.parameters(), *root.buffers()):
-            self._named.pop(tensor, None)
+            self._named.forget(tensor)
 
     def _load(self, index: int, root: nn.Module) -> None:
         """Names what is new in a root and records it as loaded: all of it, at the first call."""
         modules = named_modules(root)
         for tensor, named in _named_tensors(index, modules):
-            if tensor in self._named:
+            if self._named.get(tensor) is not None:
                 continue
-            self._named[tensor] = named
+            self._named.set(tensor, named)
             if (array := to_numpy(tensor)) is not None:
                 self._emit(tensor, named, array)
         self._checkpoints.emit()
         settings: dict[str, Any] = {}
         for name, module in modules:
-            if module not in self._paths:
-                self._paths[module] = path = join_path(index, name)
+            if self._paths.get(module) is None:
+                path = join_path(index, name)
+                self._paths.set(module, path)
                 settings |= module_settings(path, module)
                 settings |= config_settings(index, root) if module is root else {}
         self._tape.emit_settings({k: v for k, v in settings.items() if k not in self._settings})

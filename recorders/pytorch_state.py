@@ -74,15 +74,6 @@ class State:
         return orders if step == self.tape.step else ()
 
     @contextmanager
-    def giving(self, ports: Ports) -> Iterator[None]:
-        """For the duration of the block, a call runs that was given these arguments."""
-        self.given.append(ports)
-        try:
-            yield
-        finally:
-            self.given.pop()
-
-    @contextmanager
     def repeated(self) -> Iterator[None]:
         """For the duration of the block, a checkpoint computes something again."""
         outer, self.repeating = self.repeating, True

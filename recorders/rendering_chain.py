@@ -27,7 +27,7 @@ from tracediff.errors import UsageError
 from tracediff.recorders.rendering_spool import Operation
 from tracediff.recording import Patches, Tape
 from tracediff.rendering.steps import listening
-from tracediff.tape import user_line
+from tracediff.source_lines import user_line
 from tracediff.trace.summary import digest
 
 PLAIN: Final = (bool, int, float, str, type(None))

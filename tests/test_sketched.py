@@ -10,9 +10,8 @@ import pytest
 
 from tests import toy
 from tracediff.bisection import bisect
-from tracediff.recording import Policy
 from tracediff.trace import Trace
-from tracediff.trace.summary import SHORT_SKETCH, SKETCH_SIZE, sketch, sketched_distance
+from tracediff.trace.summary import SHORT_SKETCH, SKETCH_SIZE, shortened, sketch, sketched_distance
 
 STEPS = 12
 
@@ -50,8 +49,7 @@ def test_distances_from_short_sketches(size: float) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=1 << 16)
     y = x + size * rng.normal(size=x.size)
-    policy = Policy(level="digest")
-    short = [policy.sketched(5, "optimizer", value) for value in (x, y)]
+    short = [shortened(sketch(value)) for value in (x, y)]
     true = float(np.linalg.norm(x - y))
     assert sketched_distance(*short) == pytest.approx(true, rel=0.48)
     assert sketched_distance(sketch(x), short[1]) == pytest.approx(true, rel=0.48)

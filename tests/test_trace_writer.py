@@ -103,7 +103,7 @@ def test_the_old_trace_survives_a_failure_to_write_the_new(
 ) -> None:
     path = build_trace(tmp_path / "t", VALUES)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer, "write_manifest", full)

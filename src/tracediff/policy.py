@@ -6,16 +6,12 @@ import fnmatch
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from tracediff.errors import UsageError
 from tracediff.events import EXACT_KINDS
-from tracediff.trace.summary import shortened, sketch
 
-LEVELS: Final = ("digest", "module", "op")
+LEVELS: Final = ("digest", "module", "op-digest", "op")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +20,10 @@ class Policy:
 
     Attributes:
         level: `digest` keeps no tensor payloads, `module` keeps them at module boundaries, `op`
-            those of every operation as well.
+            those of every operation as well; `op-digest` records every operation and keeps none.
         steps: Steps whose payloads are kept and whose operations are recorded, or None for all.
-        sketch_every: At level `digest`, steps at which every event keeps a sketch.
-        state_every: At level `digest`, steps at which parameters and the optimizer keep a whole
+        sketch_every: Where payloads are not kept, steps at which every event keeps a sketch.
+        state_every: Likewise, steps at which parameters and the optimizer keep a whole
             one; at the others they keep a short one.
         only: Module path, or a pattern for it, to which tensor payloads and operations are
             restricted; what is inside the module belongs to it.
@@ -46,26 +42,36 @@ class Policy:
             if every < 1:
                 raise UsageError(f"--sketch-{name} is {every}: it must be 1 or more")
 
+    @property
+    def operations(self) -> bool:
+        """Whether operations are recorded at all."""
+        return self.level in ("op", "op-digest")
+
+    @property
+    def brief(self) -> bool:
+        """Whether fingerprints leave out what tells apart operations without names."""
+        return self.level != "op"
+
     def keeps_payload(self, step: int, phase: str, kind: str, path: str) -> bool:
         if kind in EXACT_KINDS or phase in ("rendering", "rng"):
             return True
-        return self.level != "digest" and self._selects(step, path)
+        return self.level in ("module", "op") and self._selects(step, path)
 
     def records_operations(self, step: int, path: str) -> bool:
         """Whether operations of the module at `path` are recorded."""
-        return self.level == "op" and self._selects(step, path)
+        return self.operations and self._selects(step, path)
 
     def _selects(self, step: int, path: str) -> bool:
         if self.steps is not None and not any(step in steps for steps in self.steps):
             return False
         return self.only is None or _within(path.partition("@")[0], self.only)
 
-    def sketched(self, step: int, phase: str, array: NDArray[Any]) -> NDArray[np.float64] | None:
-        """The sketch that an event without a payload keeps: a whole one, a short one or none."""
+    def sketches(self, step: int, phase: str) -> str:
+        """What sketch an event without a payload keeps: a `whole` one, a `short` one, or none."""
         every = self.state_every if phase == "optimizer" else self.sketch_every
         if phase == "loading" or step < 3 or step % every == 0:
-            return sketch(array)
-        return shortened(sketch(array)) if phase == "optimizer" else None
+            return "whole"
+        return "short" if phase == "optimizer" else ""
 
 
 @functools.lru_cache(maxsize=1 << 16)

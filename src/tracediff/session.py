@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import runpy
 import sys
 import time
@@ -21,7 +22,8 @@ from tracediff.recording import Policy, Recorder, Tape, attached
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.snapshots import attach_rerun, attach_snapshots, watch_python_generators
 from tracediff.stacks import guess, imported, load_recorder
-from tracediff.trace import TraceWriter, create_trace, place
+from tracediff.trace import BufferedWriter, TraceWriter, create_trace, place
+from tracediff.trace.buffered import ON_FULL
 from tracediff.trace.summary import digest_value
 
 _ENVIRONMENT_VARIABLES: Final = (
@@ -50,6 +52,8 @@ def record(
     rerun: Rerun | None = None,
     compress: bool = False,
     seal: bool = False,
+    max_buffer: int | str = 0,
+    on_full: str = "wait",
     overwrite: bool = False,
     on_error: str = "stop",
     argv: Sequence[str] = (),
@@ -64,7 +68,7 @@ def record(
             not exist unless `overwrite`.
         stack: `pytorch`, `mlx`, or the name of an installed third-party stack; by default the
             one whose framework this process has imported.
-        level: `digest`, `module` or `op`.
+        level: `digest`, `module`, `op-digest` or `op`.
         steps: Steps whose payloads are kept and whose operations are recorded, such as
             `0:3,100`; all by default.
         sketch_every: At level `digest`, steps at which every event keeps a sketch.
@@ -77,6 +81,9 @@ def record(
         keep_snapshots: How many snapshots stay, the latest ones; by default all.
         compress: Compress payloads and snapshots, for archives.
         seal: Keep a SHA-256 of every file, for evidence; see docs/trace-format.md.
+        max_buffer: How much may wait to be written by a thread beside the block, in bytes or as
+            `256M`; 0 writes at once.
+        on_full: What happens when that much waits: `wait`, or `drop` payloads.
         rerun: A recording of the same script, the first steps of which are skipped.
         settings: Further settings of the run, for the manifest.
         recorder: Makes the recorder; by default that of the stack.
@@ -109,7 +116,16 @@ def record(
             **(settings or {}),
         },
     )
-    writer = _writer(output, run, on_error, overwrite=overwrite, compress=compress, seal=seal)
+    writer = _writer(
+        output,
+        run,
+        on_error,
+        max_buffer=parse_size(max_buffer),
+        on_full=on_full,
+        overwrite=overwrite,
+        compress=compress,
+        seal=seal,
+    )
     tape = Tape(writer, policy)
     attachable = make(tape)
     if rerun is not None:
@@ -133,11 +149,15 @@ def record(
     writer.finish("finished")
 
 
-def _writer(output: str | Path, run: Run, on_error: str, **options: Any) -> TraceWriter:
+def _writer(
+    output: str | Path, run: Run, on_error: str, *, on_full: str, **options: Any
+) -> TraceWriter | BufferedWriter:
     if on_error not in ("stop", "continue"):
         raise UsageError(f"--on-error is {on_error!r}: it is stop or continue")
+    if on_full not in ON_FULL:
+        raise UsageError(f"--on-full is {on_full!r}: it is {' or '.join(ON_FULL)}")
     on_refusal = _tell if on_error == "continue" else None
-    return create_trace(output, run, on_refusal=on_refusal, **options)
+    return create_trace(output, run, on_refusal=on_refusal, on_full=on_full, **options)
 
 
 def _tell(text: str) -> None:
@@ -160,6 +180,8 @@ def record_script(
     rerun: Rerun | None = None,
     compress: bool = False,
     seal: bool = False,
+    max_buffer: int | str = 0,
+    on_full: str = "wait",
     overwrite: bool = False,
     on_error: str = "stop",
     settings: Mapping[str, Any] | None = None,
@@ -195,6 +217,8 @@ def record_script(
                 rerun=rerun,
                 compress=compress,
                 seal=seal,
+                max_buffer=max_buffer,
+                on_full=on_full,
                 overwrite=overwrite,
                 on_error=on_error,
                 argv=argv,
@@ -243,6 +267,18 @@ def parse_steps(text: str | None) -> list[range] | None:
             raise UsageError(f"--steps {text!r}: {part!r} is no step; write for example 0:3,100")
         ranges.append(range(first, last))
     return ranges
+
+
+def parse_size(size: int | str) -> int:
+    """Reads `256M` as bytes; K, M and G are powers of 1024.
+
+    Raises:
+        UsageError: It is of another form.
+    """
+    match = re.fullmatch(r"(\d{1,15})([KMG]?)", str(size))
+    if match is None:
+        raise UsageError(f"--max-buffer {size!r} is no size; write for example 256M")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
 
 
 def _kept(script: str, what: str, output: Path) -> str:

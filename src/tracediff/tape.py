@@ -7,14 +7,11 @@ so that recorders stay small and all of them record alike.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +19,12 @@ from numpy.typing import NDArray
 from tracediff.events import Event, Site, sample_step
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
-from tracediff.trace import TraceWriter
-from tracediff.trace.summary import digest, digest_value, fingerprint
+from tracediff.source_lines import user_line
+from tracediff.trace import BufferedWriter, TraceWriter
+from tracediff.trace.summary import digest, digest_value, fingerprint, shortened, sketch
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
-
-_HERE: Final = Path(__file__).resolve().parent
-_NOT_USER_CODE: Final = (
-    "<",
-    sys.base_prefix,
-    str(_HERE),
-    *(str((_HERE / name).resolve()) for name in ("recorders", "replayers")),
-)
 
 _BATCH_KINDS: Final = {
     "labels": "labels",
@@ -67,25 +57,39 @@ class Frame:
 
     def available(self) -> tuple[int, ...]:
         """Orders of what code in this call can have computed with so far."""
-        return (*self.ins, *(out for child in self.children for out in child.outs))
+        orders = list(self.ins)
+        for child in self.children:
+            orders += child.outs
+        return tuple(orders)
 
     def downstream(self) -> tuple[int, ...]:
         """Orders of what the gradient of this call's output can have been computed from."""
         if self.parent is None:
             return tuple(self.outs)
-        later = self.parent.children[self.parent.children.index(self) + 1 :]
-        siblings = (order for frame in later for order in (*frame.grads, *frame.outs))
-        return (*self.outs, *self.parent.grads, *siblings)
+        orders = [*self.outs, *self.parent.grads]
+        for frame in self.parent.children[self.parent.children.index(self) + 1 :]:
+            orders += frame.grads
+            orders += frame.outs
+        return tuple(orders)
+
+
+class Summary(NamedTuple):
+    """What is known of a value, see `trace.summary`; the sketch is a whole one."""
+
+    digest: bytes
+    dtype: str = ""
+    fingerprint: tuple[float, ...] = ()
+    sketch: NDArray[np.float64] | None = None
 
 
 class Tape:
     """Numbers, summarises and writes the events of a run, step by step.
 
-    Values are summarised and written before `emit` returns, so a recorder may pass a view of a
-    live tensor: an in-place operation afterwards cannot alter what was recorded.
+    Values are summarised, and written or copied, before `emit` returns, so a recorder may pass a
+    view of a live tensor: an in-place operation afterwards cannot alter what was recorded.
     """
 
-    def __init__(self, writer: TraceWriter, policy: Policy) -> None:
+    def __init__(self, writer: TraceWriter | BufferedWriter, policy: Policy) -> None:
         self.writer = writer
         self.policy = policy
         self.step = 0
@@ -96,10 +100,12 @@ class Tape:
         self._stack: list[Frame] = []
         self._frames: dict[str, Frame] = {}
         self._batch: dict[bytes, int] = {}
+        self._digests: list[bytes] = []
+        self._kept: dict[tuple[str, str], tuple[bool, str]] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
-        self._fingerprints: dict[tuple[bytes, str], tuple[float, ...]] = {}
-        self._fingerprints_before: dict[tuple[bytes, str], tuple[float, ...]] = {}
+        self._summaries: dict[tuple[bytes, str], Summary] = {}
+        self._summaries_before = self._summaries
         self.on_step_start: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self.on_step_end: list[Callable[[], None]] = []
@@ -140,7 +146,9 @@ class Tape:
             self._calls.clear()
             self._frames.clear()
             self._batch.clear()
-            self._fingerprints_before, self._fingerprints = self._fingerprints, {}
+            self._digests.clear()
+            self._kept.clear()
+            self._summaries_before, self._summaries = self._summaries, {}
             self.step_started = False
             if self.rerun is not None and self.step > self.rerun.stop:
                 raise RerunEnded
@@ -189,6 +197,10 @@ class Tape:
         while self._stack and self._stack.pop() is not frame:
             pass
 
+    def digest_of(self, order: int) -> bytes:
+        """Digest of the event with this order in the current step."""
+        return self._digests[order]
+
     def frame_of(self, path: str) -> Frame | None:
         """The last call of `path` in this step."""
         return self._frames.get(path)
@@ -196,13 +208,13 @@ class Tape:
     def emit_in(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
         """Records an input of a call. Its inputs are what the calling code could have used."""
         inputs = frame.parent.available() if frame.parent else self._from_batch(array)
-        order = self._emit_call(frame, port, array, inputs, **extra)
+        order = self._emit_call(frame, port, array, inputs, extra)
         frame.ins.append(order)
         return order
 
     def emit_out(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
         """Records an output of a call, computed from its inputs and its children's outputs."""
-        order = self._emit_call(frame, port, array, frame.available(), **extra)
+        order = self._emit_call(frame, port, array, frame.available(), extra)
         frame.outs.append(order)
         return order
 
@@ -244,7 +256,12 @@ class Tape:
         return order
 
     def _emit_call(
-        self, frame: Frame, port: str, array: NDArray[Any], inputs: Sequence[int], **extra: Any
+        self,
+        frame: Frame,
+        port: str,
+        array: NDArray[Any],
+        inputs: tuple[int, ...],
+        extra: Mapping[str, Any],
     ) -> int:
         return self.emit(
             frame.phase,
@@ -285,56 +302,77 @@ class Tape:
         """
         if isinstance(value, np.generic):
             value = np.asarray(value)
-        array = value if isinstance(value, np.ndarray) else None
-        kind = kind or _default_kind(value)
+        is_array = isinstance(value, np.ndarray)
+        kind = kind or ("tensor" if is_array else "text" if isinstance(value, str) else "setting")
         with self._lock:
-            if self.skipping:
+            step = self.step
+            if self.rerun is not None and self.rerun.skips(step):
                 if phase == "environment":
                     self.settings_of_skipped[path] = value
                 return -1
             if not source and phase in SOURCED_STAGES:
                 source = user_line()
-            order, self._order = self._order, self._order + 1
-            is_sample = phase == "rendering" and sample_step(path) is not None
-            self.seen_samples |= is_sample
-            keep = self.policy.keeps_payload(self.step, phase, kind, path)
-            wants_sketch = array is not None and not keep and kind == "tensor"
-            digest_of_value = digest_value(value) if array is None else digest(array)
+            order = self._order
+            self._order = order + 1
+            keep, sketches = self._kept.get((phase, kind)) or self._keeps(phase, kind, path)
+            buckets = None
+            if phase == "rendering" and sample_step(path) is not None:
+                self.seen_samples = True
+                summary = _only_digest(value)
+            elif is_array:
+                summary = self._summary(value, bool(sketches))
+                if sketches:
+                    whole = summary.sketch
+                    buckets = whole if sketches == "whole" or whole is None else shortened(whole)
+            else:
+                summary = _only_digest(value)
             event = Event(
-                site=Site(self.step, phase, path, call, port),
+                site=Site(step, phase, path, call, port),
                 order=order,
                 kind=kind,
                 op=op,
                 source=source,
-                dtype=_name_of(array.dtype) if array is not None else "",
-                shape=array.shape if array is not None else (),
+                dtype=summary.dtype,
+                shape=value.shape if is_array else (),
                 dims=tuple(dims),
-                digest=digest_of_value,
-                fingerprint=self._fingerprint(array, digest_of_value)
-                if array is not None and not is_sample
-                else (),
-                sketch=self.policy.sketched(self.step, phase, array)
-                if array is not None and wants_sketch
-                else None,
+                digest=summary.digest,
+                fingerprint=summary.fingerprint,
+                sketch=buckets,
                 inputs=tuple(inputs),
-                value=value if array is None else None,
-                attributes=dict(attributes or {}),
+                value=None if is_array else value,
+                attributes=attributes or {},
             )
-            self.writer.add(event, array if keep else None)
+            self._digests.append(summary.digest)
+            self.writer.add(event, value if keep and is_array else None)
             if phase == "loading" and port == "param":
-                self.loaded[path] = digest_of_value, event.dtype
+                self.loaded[path] = summary.digest, summary.dtype
         return order
 
-    def _fingerprint(self, array: NDArray[Any], of_value: bytes) -> tuple[float, ...]:
+    def _keeps(self, phase: str, kind: str, path: str) -> tuple[bool, str]:
+        """Whether the payload of an event is kept, and otherwise what sketch."""
+        keep = self.policy.keeps_payload(self.step, phase, kind, path)
+        kept = keep, "" if keep or kind != "tensor" else self.policy.sketches(self.step, phase)
+        if self.policy.only is None:  # it is the same for all paths
+            self._kept[phase, kind] = kept
+        return kept
+
+    def _summary(self, array: NDArray[Any], sketched: bool) -> Summary:
         """Summarises each value once in a step and the one after it.
 
-        Most values pass several ports unchanged, and frozen weights stay as they are.
+        Most values pass several ports unchanged, and frozen weights stay as they are. The digest is
+        taken each time: memory can be written to in ways that no framework counts.
         """
-        key = of_value, _name_of(array.dtype)
-        if key not in self._fingerprints:
-            known = self._fingerprints_before.get(key)
-            self._fingerprints[key] = known or fingerprint(array, brief=self.policy.level != "op")
-        return self._fingerprints[key]
+        of_value, dtype = digest(array), _name_of(array.dtype)
+        key = of_value, dtype
+        known = self._summaries.get(key)
+        if known is None:
+            known = self._summaries_before.get(key)
+            if known is None:
+                known = Summary(of_value, dtype, fingerprint(array, brief=self.policy.brief))
+            self._summaries[key] = known
+        if sketched and known.sketch is None:
+            known = self._summaries[key] = known._replace(sketch=sketch(array))
+        return known
 
     def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
         """Records one field of a batch as the model (or the loss function) was given it."""
@@ -365,28 +403,12 @@ class Tape:
             self.emit("environment", name, "out", value, kind="setting")
 
 
+def _only_digest(value: Any) -> Summary:
+    if isinstance(value, np.ndarray):
+        return Summary(digest(value), _name_of(value.dtype))
+    return Summary(digest_value(value))
+
+
 @functools.lru_cache
 def _name_of(dtype: np.dtype[Any]) -> str:
     return dtype.name
-
-
-@functools.lru_cache(maxsize=1024)
-def _file_name(filename: str) -> str:
-    return Path(filename).name
-
-
-def user_line() -> str:
-    """`file:line` of the innermost running line that belongs to no installed package, or ""."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER_CODE) and "site-packages" not in filename:
-            return f"{_file_name(filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _default_kind(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return "tensor"
-    return "text" if isinstance(value, str) else "setting"

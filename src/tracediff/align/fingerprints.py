@@ -84,16 +84,17 @@ def same_elements(a: Fingerprint, b: Fingerprint) -> bool:
     if a[: _ZERO + 1] != b[: _ZERO + 1]:
         return False
     for place in _ORDERED:
-        if a[place] != b[place] and a[place] == a[place]:
+        if a[place] != b[place] and a[place] == a[place] and b[place] == b[place]:
             return False
     if a[_L2] > 1e30:
         return True
     scale = a[_L2] / math.sqrt(max(a[_COUNT], 1.0))
+    brief = math.isnan(a[_CUBE]) or math.isnan(b[_CUBE])
     return (
         abs(a[_L2] - b[_L2]) <= _SAME * a[_L2]
         and abs(a[_MEAN] - b[_MEAN]) <= _SAME * scale
         and abs(a[_ABS] - b[_ABS]) <= _SAME * scale
-        and abs(a[_CUBE] - b[_CUBE]) <= _SAME * max(a[_FOURTH], scale**3)
+        and (brief or abs(a[_CUBE] - b[_CUBE]) <= _SAME * max(a[_FOURTH], scale**3))
     )
 
 

@@ -62,7 +62,7 @@ Level = Annotated[
     str,
     typer.Option(
         help="digest keeps summaries of all values; module also keeps the values; op records "
-        "every operation as well."
+        "every operation as well; op-digest does so and keeps summaries only."
     ),
 ]
 Steps = Annotated[
@@ -78,14 +78,15 @@ Only = Annotated[
     ),
 ]
 SketchEvery = Annotated[
-    int, typer.Option(metavar="N", help="At level digest, keep sketches at every Nth step.")
+    int,
+    typer.Option(metavar="N", help="Where values are not kept, keep sketches at every Nth step."),
 ]
 SketchState = Annotated[
     int,
     typer.Option(
         metavar="N",
-        help="At level digest, whole sketches of weights and optimizer at every Nth step, short "
-        "ones at the others.",
+        help="Likewise, whole sketches of weights and optimizer at every Nth step, short ones at "
+        "the others.",
     ),
 ]
 SnapshotEvery = Annotated[
@@ -107,6 +108,20 @@ Rank = Annotated[
     int, typer.Option(min=0, metavar="N", help="Of a run of several processes: which one.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is there.")]
+MaxBuffer = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Write beside the script, which may be this far ahead (256M, 2G); 0 writes at once.",
+    ),
+]
+OnFull = Annotated[
+    str,
+    typer.Option(
+        metavar="wait|drop",
+        help="When the buffer is full: wait, or drop values of tensors (never their digests).",
+    ),
+]
 OnError = Annotated[
     str,
     typer.Option(

@@ -26,6 +26,8 @@ def record(
     keep_snapshots: options.KeepSnapshots = None,
     compress: options.Compress = False,
     seal: options.Seal = False,
+    max_buffer: options.MaxBuffer = "0",
+    on_full: options.OnFull = "wait",
     overwrite: options.Overwrite = False,
     on_error: options.OnError = "stop",
 ) -> int:
@@ -47,6 +49,8 @@ def record(
         keep_snapshots=keep_snapshots,
         compress=compress,
         seal=seal,
+        max_buffer=max_buffer,
+        on_full=on_full,
         overwrite=overwrite,
         on_error=on_error,
     )

@@ -23,6 +23,7 @@ from tracediff.errors import (
     UsageError,
 )
 from tracediff.events import Run
+from tracediff.trace.buffered import BufferedWriter
 from tracediff.trace.manifest import INDEX, MANIFEST, SEGMENTS, SNAPSHOTS
 from tracediff.trace.seal import is_seal
 from tracediff.trace.writer import TraceWriter
@@ -145,17 +146,22 @@ class RemoteWriter(TraceWriter):
         self._prefix.delete(file.relative_to(self._root).as_posix())
 
 
-def create_trace(path: str | Path, run: Run, **options: Any) -> TraceWriter:
+def create_trace(
+    path: str | Path, run: Run, *, max_buffer: int = 0, on_full: str = "wait", **options: Any
+) -> TraceWriter | BufferedWriter:
     """Starts a trace on the local disk or on object storage, as its path says.
 
     Args:
+        max_buffer: Bytes that may wait to be written beside the program; 0 writes at once.
+        on_full: See `BufferedWriter`.
         options: Those of `TraceWriter`.
 
     Raises:
         As `TraceWriter` and `RemoteWriter` do.
     """
     url = url_of(path)
-    return RemoteWriter(url, run, **options) if url else TraceWriter(path, run, **options)
+    writer = RemoteWriter(url, run, **options) if url else TraceWriter(path, run, **options)
+    return BufferedWriter(writer, max_buffer, on_full) if max_buffer else writer
 
 
 class Mirror:

@@ -45,10 +45,15 @@ class SegmentWriter:
             return
         if payload is not None:
             of_value = event.digest or digest(payload)
-            event = _kept(event, of_value, self._store(event, of_value, payload))
+            event = as_written(event, of_value, self._store(event, of_value, payload))
         elif event.payload is not None or event.value is not None or event.attributes:
-            event = _kept(event, event.digest, None)
+            event = as_written(event, event.digest, None)
         self.events.append(event)
+
+    def add_again(self, event: Event) -> None:
+        """Keeps an event whose payload the segment has; KeyError where it has not."""
+        key = self._stored[event.digest, event.dtype, event.shape]
+        self.events.append(as_written(event, event.digest, key))
 
     def _store(self, event: Event, of_value: bytes, payload: NDArray[Any]) -> str:
         """Where the payload lies."""
@@ -100,7 +105,7 @@ class SegmentWriter:
             self._file.add_array(f"events/{name}", column, column.dtype.name, dims, packed=packed)
 
 
-def _kept(event: Event, of_value: bytes, payload: str | None) -> Event:
+def as_written(event: Event, of_value: bytes, payload: str | None) -> Event:
     """The event as it is written: with its payload's place, and JSON types only.
 
     By hand, as `dataclasses.replace` takes three times as long.

@@ -135,7 +135,7 @@ class TraceWriter:
             TraceError: The payload's dtype cannot be stored, or the disk is full.
             ValueError: The event's step is not the open one, or event and payload disagree.
         """
-        if os.getpid() != self._pid or self._gave_up():
+        if os.getpid() != self._pid or (self._refused is not None and self._gave_up()):
             return
         self._check(event, payload)
         try:
@@ -143,6 +143,18 @@ class TraceWriter:
             segment.add(event, payload)
         except (OSError, TraceError) as error:
             self._refuse(error)
+
+    def add_again(self, event: Event) -> None:
+        """Adds an event whose value was added to the open step with its payload before.
+
+        Raises:
+            As `add` does, and KeyError where it was not.
+        """
+        if os.getpid() != self._pid or self._gave_up():
+            return
+        self._check(event, None)
+        if self._segment is not None:
+            self._segment.add_again(event)
 
     def _open(self, step: int) -> SegmentWriter:
         """Begins a step."""
