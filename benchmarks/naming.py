@@ -191,14 +191,16 @@ def _first_output(event: Event, by_order: dict[int, Event]) -> int:
 
 
 def _has_effect(clean: Trace, perturbed: Trace, event: Event) -> bool:
-    """Whether the operation's own value changed, and what training makes of it.
+    """Whether the operation's own value changed, and what training makes of it: the loss, gradients
+    of parameters, or an update.
 
     A mask of -3.4e38 hides a score all the same if it is a tenth less.
     """
     before, after = clean.events(0), {e.order: e.digest for e in perturbed.events(0)}
     changed = [e for e in before if after.get(e.order) != e.digest]
-    results = any(e.site.phase in ("loss", "backward", "optimizer") for e in changed)
-    return results and len(changed) > 1 and any(e.order == event.order for e in changed)
+    stages = ("loss", "backward", "optimizer", "trajectory")
+    results = any(e.site.phase in stages and not is_operation(e) for e in changed)
+    return results and any(e.order == event.order for e in changed)
 
 
 def _judge(verdict: Any, case: Case) -> tuple[str, str]:

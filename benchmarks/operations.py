@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -134,11 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 _report_clean(bench)
                 for side in options.sides:
-                    results += _run(bench, side, options)
+                    for result in _run(bench, side, options):
+                        results.append(result)
+                        if options.json:
+                            found = [asdict(each) for each in results]
+                            options.json.write_text(json.dumps(found, indent=1))
     if results:
         print(table(results))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
     return 0
 
 
@@ -154,7 +156,7 @@ def _report_clean(bench: Bench) -> None:
         print(f"  {phase}: aligned {found} of {found + len(missing)} {lacking}")
 
 
-def _run(bench: Bench, side: int, options: Any) -> list[Result]:
+def _run(bench: Bench, side: int, options: Any) -> Iterator[Result]:
     generator = random.Random(f"{options.seed} {bench.family} {bench.stacks} {side}")
     cases = [
         case
@@ -163,13 +165,11 @@ def _run(bench: Bench, side: int, options: Any) -> list[Result]:
     ]
     if options.limit is not None:
         cases = generator.sample(cases, min(options.limit, len(cases)))
-    results = []
     for case in cases:
         result = bench.run(case)
-        results.append(result)
         if result.outcome not in ("named", "no effect"):
             print(f"  {result.outcome}: {result.case} x {result.size:g}: {result.why}", flush=True)
-    return results
+        yield result
 
 
 if __name__ == "__main__":

@@ -248,6 +248,20 @@ def test_a_fused_projection_is_paired_with_its_halves() -> None:
     assert [p.layout for p in align(a, b)] == ["half", "half"]
 
 
+def test_the_update_of_a_fused_parameter_is_paired_with_those_of_its_halves() -> None:
+    a, b, weight, two = Run(), Run(), floats(16, 8), np.float32(2)
+    for run, parts in ((a, [weight]), (b, [weight[:8], weight[8:]])):
+        for number, part in enumerate(parts):
+            leaf = run.add(f"m.{number}@leaf", part, leaf=True)
+            square = run.add(f"m.{number}@square", part**2, [leaf]) if run is b else leaf
+            run.add(f"m.{number}@addcmul", part**2 * two, [square])
+    found = [(p.layout, p.target.event.op) for p in align_operations(a.events, b.events, STACKS)[2]]
+    assert (
+        sorted(found)
+        == [("half", "addcmul")] * 2 + [("half", "leaf")] * 2 + [("part", "square")] * 2
+    )
+
+
 def test_a_rule_comes_first() -> None:
     import re
 

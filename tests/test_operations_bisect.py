@@ -128,3 +128,31 @@ def test_two_traces_are_what_bisect_takes(capsys: pytest.CaptureFixture[str]) ->
     assert "--replay only" in capsys.readouterr().err
     assert main(["bisect", "--deepen", "--", "a.py", "b.py"]) == 2
     assert "--deepen takes two scripts" in capsys.readouterr().err
+
+
+# ---- what leads to no pair ----------------------------------------------------------------------
+
+
+def count(stack: Stack) -> None:
+    """Two numbers of steps, of which Python makes factors, and an update that has no such edge."""
+    for _ in range(2):
+        number = stack.leaf("root", np.asarray(0, np.float32))
+        stack.op("root@add", lambda a: a + 1, number, operands=[None, 1])
+    grad = stack.leaf("root", np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32))
+    stack.finish(stack.op("root@square", lambda a: a * a, grad))
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.0], ids=["perturbed", "clean"])
+def test_an_operation_that_leads_to_nothing_is_held_to_its_formula(
+    tmp_path: Path, size: float
+) -> None:
+    calls = iter((0.0, size))  # the first one keeps to its formula
+
+    def wrong(name: str, value: Array) -> Array:
+        return scaled("add", next(calls))(name, value) if name == "add" else value
+
+    count(Stack(tmp_path / "a", "pytorch"))
+    count(Stack(tmp_path / "b", "mlx", wrong))
+    first = tracediff.bisect(tmp_path / "a", tmp_path / "b").first
+    found = first and (first.op, first.blame, first.target_site)
+    assert found == (({"target": "add"}, "target", "0/forward/root@add#1:out") if size else None)

@@ -138,7 +138,9 @@ def _choose(value: Value, candidates: list[Value], near: list[Value]) -> Value |
         [c for c in candidates if c.name == value.name],
         [c for c in candidates if c.module == value.module and _leaves(c) and _leaves(value)],
     ):
-        if len(alike) == 1:
+        if (
+            len({(each.name, each.event.digest) for each in alike}) == 1
+        ):  # or several of the same bits
             return alike[0]
     ranked = sorted(((_apart(c, value), c.index, c) for c in near), key=lambda r: r[:2])
     if not ranked or ranked[0][0] > _LIKE:
@@ -166,22 +168,24 @@ def pair_parts(matching: Matching) -> None:
     Both have to start from the same paired values, so that nothing else can be meant.
     """
     for side in (0, 1):
-        partner, back = matching.partner[side], matching.partner[1 - side]
+        partner = matching.partner[side]
         known: set[Value] = set()
         for value in matching.sides[side]:
             if value not in partner or all(x in partner for x in value.inputs):
                 continue
-            inner, starts = _way_to(value, partner)
+            inner, starts = _way_to(matching, side, value)
             new = [x for x in inner if x not in known]
-            if new and {partner[x] for x in starts} == _way_to(partner[value], back)[1]:
+            if new and starts == _way_to(matching, 1 - side, partner[value])[1]:
                 known.update(new)
                 for each in new:
                     pair = (each, partner[value]) if side == 0 else (partner[value], each)
                     matching.is_part(*pair, "parts")
 
 
-def _way_to(value: Value, partner: dict[Value, Value]) -> tuple[list[Value], set[Value]]:
-    """The unpaired values that one is computed through, and the paired ones that it starts from."""
+def _way_to(matching: Matching, side: int, value: Value) -> tuple[list[Value], set[Value]]:
+    """The unpaired values that one is computed through, and the paired ones that it starts from, as
+    the baseline's; both halves of a value as the same one."""
+    partner, back = matching.partner[side], matching.partner[1]
     inner, starts, waiting = [], set(), list(value.inputs)
     seen = {value}
     while waiting:
@@ -189,10 +193,10 @@ def _way_to(value: Value, partner: dict[Value, Value]) -> tuple[list[Value], set
         if each in seen:
             continue
         seen.add(each)
+        is_zero = not norm(each.event.fingerprint)  # an optimizer's state before the first update
         if each in partner:
-            if norm(each.event.fingerprint) > 0:  # an optimizer's state before the first update
-                starts.add(each)
+            starts |= set() if is_zero else {back[each] if side else back[partner[each]]}
         elif not each.is_leaf:
             inner.append(each)
-            waiting.extend(each.inputs)
+            waiting.extend(() if is_zero else each.inputs)
     return inner, starts

@@ -184,13 +184,14 @@ def _in_order(
 def fused_halves(
     wholes: Sequence[Value], halves: Sequence[Value], limit: float
 ) -> Iterator[tuple[Value, Value]]:
-    """Parameters of one side that are two of the other side by side, with each of the two."""
-    by_count = grouped((v for v in halves if v.is_leaf), lambda v: (v.count,))
+    """Values of one side that are two of the other side by side, with each of the two: a fused
+    parameter, its gradient and its update."""
+    by_count = grouped(halves, lambda v: (v.count, v.is_leaf))
     for whole in wholes:
-        found = by_count.get((whole.count / 2,), [])
-        if not whole.is_leaf or whole.count < 2 * FEW or len(found) > _CANDIDATES:
-            continue
+        found = by_count.get((whole.count / 2, whole.is_leaf), [])
         wanted = whole.event.fingerprint
+        if not norm(wanted) or whole.count < 2 * FEW or len(found) > _CANDIDATES:
+            continue
         for one, other in combinations(found, 2):
             a, b = one.event.fingerprint, other.event.fingerprint
             if abs(math.hypot(norm(a), norm(b)) - norm(wanted)) > 2 * limit * norm(wanted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -91,9 +92,10 @@ def _orders(finding: Finding) -> tuple[int, int]:
     """When each side executes what a finding is about."""
     exits = finding.pair.baseline.event, finding.pair.target.event
     found = [culprit or exit_ for culprit, exit_ in zip(finding.culprits, exits, strict=True)]
-    if finding.lacking is not None and finding.user is not None:
-        found[finding.lacking] = finding.user
-    return found[0].order, found[1].order
+    orders = [event.order for event in found]
+    if finding.lacking is not None:
+        orders[finding.lacking] = finding.user.order if finding.user else sys.maxsize
+    return orders[0], orders[1]
 
 
 def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
@@ -131,7 +133,7 @@ def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
     )
     values = judge.values(finding.pair)
     if values is None:
-        return found
+        return replace(found, error=replace(found.error, rel_l2=finding.error))
     figures = measure(*values)
     error = replace(figures.error, rel_l2=finding.error)
     if figures.nonfinite:

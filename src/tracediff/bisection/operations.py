@@ -34,6 +34,7 @@ from tracediff.bisection.spans import (
     norm,
     span_of,
 )
+from tracediff.bisection.unattached import Unattached
 from tracediff.compare import bounds
 from tracediff.compare.figures import unit_roundoff
 from tracediff.compare.layouts import Layout, find_layout
@@ -86,6 +87,7 @@ class OperationJudge:
             {p.baseline: p.target for p in self.pairs if p.layout == "whole"},
             {p.target: p.baseline for p in self.pairs if p.layout == "whole"},
         )
+        self._unattached = Unattached(self.flows, self._engines, self._partner)
         self._padding = padding
         self._layouts: dict[Value, Layout | None] = {}
 
@@ -97,12 +99,16 @@ class OperationJudge:
             finding = self._judge(pair)
             if finding is None or (not any(finding.culprits) and self._heals(pair, finding.error)):
                 continue
+            yield from self._unattached.findings(until=finding)
             yield finding
+        yield from self._unattached.findings()
 
     # ---- what a report asks for ------------------------------------------------------------
 
     def values(self, pair: ValuePair) -> tuple[NDArray[Any], NDArray[Any]] | None:
         """Both values of a pair in the layout of the baseline's first event."""
+        if pair.baseline is pair.target:  # only one side has it
+            return None
         a = self._engines[0].array(pair.baseline.event)
         b = self._engines[1].array(pair.target.event)
         layout = find_layout(a, b) if a is not None and b is not None else None

@@ -29,6 +29,9 @@ _LARGEST: Final = 6.0
 _TYPICAL: Final = 2.0
 """Spreads that the root mean square of many elements stays below: 1 by derivation."""
 
+_OTHERS: Final = 8
+"""Calls of an operation that show whether its formula describes it."""
+
 _KEPT: Final = 1 << 16
 """Bytes up to which a payload is kept once it was read."""
 
@@ -161,6 +164,14 @@ class Engine:
             return f"{event.op} does not give what its formula gives"
         lines = dict.fromkeys(f"{read.event.op} ({read.event.source})" for read in reads)
         return f"the backward pass of {' and '.join(lines)} does not give what its formula gives"
+
+    def keeps_elsewhere(self, event: Event) -> bool:
+        """Whether an operation keeps to its formula wherever else it is executed: then the formula
+        describes it rightly, and an error here is its own."""
+        others = [e for e in self.flow.events.values() if e.op == event.op and e is not event]
+        near = sorted(others, key=lambda e: abs(e.order - event.order))[:_OTHERS]
+        checks = [check for e in near if (check := self.check(e)) is not None]
+        return bool(checks) and all(check.ratio <= 1 for check in checks)
 
     # ---- a whole span ----------------------------------------------------------------------
 
