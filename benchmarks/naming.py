@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tracediff
+from benchmarks import smollm2
 from benchmarks.faults import run_mlx, run_pytorch
 from benchmarks.faults.job import Job
 from benchmarks.perturbing import Meter, Perturbation, perturbing
@@ -35,21 +36,12 @@ def record(
     """Records one training step of a tiny model; says whether the perturbation took place.
 
     Args:
+        family: Of `benchmarks.faults`, or `smollm2`: the first layers of SmolLM2-135M.
         stack: `eager` or `sdpa` (PyTorch's attention), `foreach` (eager, and the optimizer on lists
             of tensors), or `mlx`.
     """
     name = "mlx" if stack == "mlx" else "pytorch"
-    config = {"n_layer" if family == "gpt2" else "num_hidden_layers": layers}
-    job = Job(
-        stack=name,
-        family=family,
-        steps=1,
-        evaluate=False,
-        attention="sdpa" if stack == "sdpa" else "eager",
-        config=config,
-    )
-    if stack == "foreach":
-        job.optimizer.implementation = {"foreach": True}
+    attention = "sdpa" if stack == "sdpa" else "eager"
     meter = Meter()
     with ExitStack() as contexts:
         if perturbation is not None:
@@ -57,8 +49,26 @@ def record(
         meter.tape = contexts.enter_context(
             tracediff.record(output, stack=name, level="op", overwrite=True)
         )
-        (run_mlx if name == "mlx" else run_pytorch).run(job)
+        if family == "smollm2":
+            smollm2.run(name, layers, attention)
+        else:
+            (run_mlx if name == "mlx" else run_pytorch).run(_job(stack, family, attention, layers))
     return meter.done
+
+
+def _job(stack: str, family: str, attention: str, layers: int) -> Job:
+    config = {"n_layer" if family == "gpt2" else "num_hidden_layers": layers}
+    job = Job(
+        stack="mlx" if stack == "mlx" else "pytorch",
+        family=family,
+        steps=1,
+        evaluate=False,
+        attention=attention,
+        config=config,
+    )
+    if stack == "foreach":
+        job.optimizer.implementation = {"foreach": True}
+    return job
 
 
 @dataclass(frozen=True, slots=True)

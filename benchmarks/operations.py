@@ -108,7 +108,7 @@ def measure_cost(baseline: Trace, target: Trace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.operations", description=__doc__)
-    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=(*FAMILIES, "smollm2"))
     parser.add_argument("--pairs", nargs="+", default=["eager:mlx"], metavar="BASELINE:TARGET")
     parser.add_argument("--sides", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--each", type=int, default=1, help="calls of each operation and phase")
