@@ -138,9 +138,7 @@ def _choose(value: Value, candidates: list[Value], near: list[Value]) -> Value |
         [c for c in candidates if c.name == value.name],
         [c for c in candidates if c.module == value.module and _leaves(c) and _leaves(value)],
     ):
-        if (
-            len({(each.name, each.event.digest) for each in alike}) == 1
-        ):  # or several of the same bits
+        if len(alike) == 1:
             return alike[0]
     ranked = sorted(((_apart(c, value), c.index, c) for c in near), key=lambda r: r[:2])
     if not ranked or ranked[0][0] > _LIKE:
