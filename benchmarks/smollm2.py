@@ -40,7 +40,8 @@ def _weights(layers: int) -> dict[str, Any]:
     with safe_open(MODEL / "model.safetensors", "numpy") as file:
         names = file.keys()
         own = [name for name in names if _layer(name) < layers and "lm_head" not in name]
-        return {name: file.get_slice(name)[:VOCABULARY] for name in own}
+        slices = {name: file.get_slice(name) for name in own}
+        return {name: s[: min(VOCABULARY, s.get_shape()[0])] for name, s in slices.items()}
 
 
 def _layer(name: str) -> int:
