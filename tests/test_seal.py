@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -15,10 +16,11 @@ import pytest
 from tests.test_trace_integrity import rewrite
 from tracediff.bisection import bisect
 from tracediff.cli import main
-from tracediff.errors import CorruptTraceError
+from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.events import Run
 from tracediff.testing import build_event, build_trace
 from tracediff.trace import Trace, TraceWriter, repair, verify
+from tracediff.trace.seal import Sealer
 from tracediff.trace.summary import digest
 
 SEGMENT = "segments/0/00000002.zip"
@@ -159,6 +161,25 @@ def test_a_run_that_was_cut_off_is_sealed_as_far_as_it_came(tmp_path: Path) -> N
         file.seek(-1, 2)
         file.write(b"x")
     assert [d.where for d in verify(killed).damage if "sealed" in d.what] == [SEGMENT]
+
+
+def test_a_seal_for_which_there_was_no_room_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = TraceWriter(tmp_path / "t", Run(stack="pytorch"), seal=True)
+    writer.add(build_event("0/forward/m#0:out", VALUE), VALUE)
+    monkeypatch.setattr(Sealer, "close", full)
+    with pytest.raises(TraceError, match="No space left"):
+        writer.finish()
+    with Trace(tmp_path / "t") as trace:
+        assert trace.seal is None
+        np.testing.assert_array_equal(trace.array(trace.events(0)[0]), VALUE)
+    assert [(d.where, d.what) for d in verify(tmp_path / "t").damage] == [
+        ("SHA256SUMS", "was never completed, and the run finished")
+    ]
 
 
 def test_only_the_latest_snapshots_are_sealed(tmp_path: Path) -> None:

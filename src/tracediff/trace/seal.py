@@ -148,7 +148,7 @@ def load_seal(root: Path, *, sealed: bool, finished: bool) -> Seal | None:
         CorruptTraceError: The seal is damaged, or gone.
     """
     found = {file.name: file for file in root.iterdir() if is_seal(file.name) and file.is_file()}
-    if SEAL not in found and sealed and finished:
+    if not {SEAL, f".{SEAL}.tmp"} & found.keys() and sealed and finished:
         raise CorruptTraceError(f"{root} was sealed, and its seal {SEAL} is gone")
     files = [file for name, file in sorted(found.items(), key=lambda item: _rank(item[0]))]
     return Seal(root, files) if files else None

@@ -184,6 +184,8 @@ def _check_seal(root: Path, result: Verification) -> None:
         return
     result.damage += [Damage(name, what) for name, what in altered(root, seal).items()]
     result.seal = seal.digest if seal.closed else None
+    if result.status == "finished" and not seal.closed:
+        result.damage.append(Damage(SEAL, "was never completed, and the run finished"))
 
 
 def altered(root: Path, seal: Seal) -> dict[str, str]:
