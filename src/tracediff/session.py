@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 from tracediff.errors import ScriptError, TracediffError, UsageError
 from tracediff.events import Run
@@ -164,30 +164,39 @@ def _tell(text: str) -> None:
     print(f"tracediff: {text}; the script goes on", file=sys.stderr)
 
 
+class Options(TypedDict, total=False):
+    """The options of `record` that `record_script` hands on; see there."""
+
+    level: str
+    steps: str | None
+    sketch_every: int
+    sketch_state: int
+    only: str | None
+    snapshot_every: int | None
+    keep_snapshots: int | None
+    rerun: Rerun | None
+    compress: bool
+    seal: bool
+    max_buffer: int | str
+    on_full: str
+    overwrite: bool
+    on_error: str
+    settings: Mapping[str, Any] | None
+    recorder: Callable[[Tape], Recorder] | None
+
+
 def record_script(
     script: str,
     args: Sequence[str],
     *,
     output: Path,
     stack: str | None = None,
-    level: str = "module",
-    steps: str | None = None,
-    sketch_every: int = 100,
-    sketch_state: int = 100,
-    only: str | None = None,
-    snapshot_every: int | None = None,
-    keep_snapshots: int | None = None,
-    rerun: Rerun | None = None,
-    compress: bool = False,
-    seal: bool = False,
-    max_buffer: int | str = 0,
-    on_full: str = "wait",
-    overwrite: bool = False,
-    on_error: str = "stop",
-    settings: Mapping[str, Any] | None = None,
-    recorder: Callable[[Tape], Recorder] | None = None,
+    **options: Unpack[Options],
 ) -> Run:
     """Runs a Python script as `python SCRIPT ARGS` would, under a recorder.
+
+    Args:
+        options: As `record` has them, with the same defaults.
 
     Returns:
         The manifest of the finished run.
@@ -207,24 +216,9 @@ def record_script(
             record(
                 output,
                 stack=stack,
-                level=level,
-                steps=steps,
-                sketch_every=sketch_every,
-                sketch_state=sketch_state,
-                only=only,
-                snapshot_every=snapshot_every,
-                keep_snapshots=keep_snapshots,
-                rerun=rerun,
-                compress=compress,
-                seal=seal,
-                max_buffer=max_buffer,
-                on_full=on_full,
-                overwrite=overwrite,
-                on_error=on_error,
                 argv=argv,
-                settings=settings,
-                recorder=recorder,
                 source=path.read_text(encoding="utf-8", errors="replace"),
+                **options,
             ) as tape,
             _as_main(path, argv),
         ):
