@@ -167,10 +167,27 @@ def _index(operation: Operation) -> Replayed | None:
     return None
 
 
+@formula("histc")
+def _histogram(operation: Operation) -> Replayed | None:
+    """How many elements are in each of `bins` parts from `min` to `max`; others do not count."""
+    data = widen(operation.inputs[0])
+    ends = [float(argument(operation, name, default=0)) for name in ("min", "max")]
+    if ends[0] == ends[1]:
+        ends = [float(data.min()), float(data.max())]
+    bins = int(argument(operation, "bins", default=100))
+    return exact(operation, np.histogram(data, bins, (ends[0], ends[1]))[0])
+
+
 @formula("scatter")
 def _scatter(operation: Operation) -> Replayed | None:
-    """`data[ids] = values`, or added to it (`index_put`)."""
+    """`data[ids] = values`, or added to it (`index_put`); one for each place of an axis
+    (`scatter.src`)."""
     data, ids, values = operation.inputs
+    if operation.op == "aten.scatter.src":
+        result, axis = widen(data).copy(), int(argument(operation, "dim"))
+        own = tuple(slice(0, n) for n in ids.shape)
+        np.put_along_axis(result, ids, widen(values)[own], axis)
+        return exact(operation, result) if ids.shape[:axis] == data.shape[:axis] else None
     if not operation.op.startswith("aten.index_put") or data.dtype.kind in "iub":
         return None
     places, result, squares = ids.astype(np.int64), widen(data).copy(), np.zeros(data.shape)

@@ -170,6 +170,26 @@ def test_layouts_are_exact(canonical: str, facts: dict[str, Any], expected: Any)
     assert not found.spread.any()
 
 
+def test_a_histogram_and_a_scatter_by_hand() -> None:
+    counted = run(
+        "histc",
+        np.array([0, 1, 1, 3, 7], np.float32),
+        args={"bins": 4, "min": 0, "max": 3},
+        shape=(4,),
+    )
+    assert counted.value.tolist() == [1, 2, 0, 1]
+    placed = run(
+        "scatter",
+        np.zeros((2, 3), np.float32),
+        np.array([[2, 0], [1, 2]]),
+        np.array([[5, 6], [7, 8]], np.float32),
+        op="aten.scatter.src",
+        args={"dim": 1},
+        shape=(2, 3),
+    )
+    assert placed.value.tolist() == [[6, 0, 5], [0, 7, 8]]
+
+
 def test_every_formula_refuses_arguments_that_it_does_not_know() -> None:
     for canonical in FORMULAS:
         assert Replayer().recompute(
