@@ -1,4 +1,4 @@
-"""The kernels give the right values, and the same bits in C and in NumPy."""
+"""The kernels give the right values, and the same ones in C and in NumPy."""
 
 from __future__ import annotations
 
@@ -71,11 +71,15 @@ def same(a: Any, b: Any) -> bool:
 
 @needs_c
 @pytest.mark.parametrize("name", REAL)
-def test_c_and_numpy_give_the_same_bits(name: str) -> None:
+def test_c_and_numpy_agree(name: str) -> None:
+    """To the bit, but for the sums of `moments`, whose rounding differs (see the next test)."""
+
     def everything(a: NDArray[Any], b: NDArray[Any]) -> list[Any]:
         keep = np.random.default_rng(1).random(a.size) < 0.7
         found: list[Any] = [kernels.signed_buckets(a)]
-        found += [kernels.moments(a, full=full) for full in (True, False)]
+        for full in (True, False):
+            moments = kernels.moments(a, full=full)
+            found += [moments[:3], moments[-2:]]
         found += [kernels.order_statistics(a, QUANTILES)]
         for kept, scale in ((None, 1e-3), (keep, 30.0)):
             found.append(kernels.differences(a, b, kept, scale))
@@ -95,7 +99,7 @@ def test_c_and_numpy_give_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 def test_moments_are_those_of_exact_arithmetic(engine: str, name: str) -> None:
-    for size in (0, 1, 1025, 5000):
+    for size in (0, 1, 1025, BLOCK + 300):
         elements = exact(values(name, size))
         finite = [float(x) for x in elements if math.isfinite(x)]
         found = kernels.moments(values(name, size), full=True)

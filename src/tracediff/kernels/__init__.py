@@ -1,10 +1,11 @@
 """What is computed on every element of every tensor, in one pass: in C, or the same in NumPy.
 
 The C code is an optional extension: where no compiler was at hand when the package was installed,
-NumPy does the work. Both give the same bits: counts, extremes, order statistics and distances in
-units in the last place are exact, and sums are taken in float64 in one order, whatever the machine
-and the number of threads. Element i of a block of `BLOCK` is added to lane `i % LANES`, in order of
-i; the lanes of a block are folded in halves.
+NumPy does the work. Counts, extremes, order statistics, sketches and distances in units in the last
+place are the same in both. Sums are taken in float64: in C in one order, whatever the machine and
+the number of threads (element i of a block of `BLOCK` is added to a lane, in order of i; the lanes
+of a block are folded in halves). `differences` has that order in NumPy as well; `moments` differs
+there by the rounding of the sums.
 
 Arrays are flat and contiguous, of any dtype that a trace can hold.
 """

@@ -44,6 +44,7 @@ class HierarchyReader:
             CorruptTraceError: It is no sound archive; names it.
         """
         self.file = file
+        self._infos: dict[str, ArrayInfo] = {}
         with self.reading():
             self.archive = Archive(file)
 
@@ -81,10 +82,12 @@ class HierarchyReader:
         return json.loads(self.archive.read(name))
 
     def _info(self, path: str) -> ArrayInfo:
-        try:
-            return parse_array(self._document(f"{path}/{MANIFEST}"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        if path not in self._infos:
+            try:
+                self._infos[path] = parse_array(self._document(f"{path}/{MANIFEST}"))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        return self._infos[path]
 
     def _array(self, path: str, info: ArrayInfo, checked: bool = False) -> NDArray[Any]:
         """An array of the archive; `checked` also compares the bytes with their checksums."""

@@ -1,7 +1,7 @@
 /* Elements of any type of a trace as float64, a cache-sized part at a time.
  *
- * Sums have one order on every machine, so that NumPy (../in_numpy.py) gives the same bits: element
- * i of a block is added to lane i mod LANES, and the lanes are folded in halves. Nothing here may be
+ * Sums have one order on every machine, which ../in_numpy.py has for error figures as well: element i
+ * of a block is added to lane i mod LANES, and the lanes are folded in halves. Nothing here may be
  * contracted to a fused multiply-add or reordered.
  */
 #ifndef TRACEDIFF_VALUES_H
