@@ -171,13 +171,14 @@ class OptimizerHooks:
     def _record(
         self, optimizer: Optimizer, updated: Sequence[Updated], after: Mapping[str, mx.array]
     ) -> None:
-        inputs, square = [], 0.0
+        inputs: list[list[int]] = []
+        square = 0.0
         for item in updated:
             grad = self._state.read(item.grad)
             if grad is None:
                 return  # while `mx.compile` traces: not an update of its own
             inputs.append(self._record_given(item, grad))
-            square += float(np.square(np.abs(grad).astype(np.float64)).sum())
+            square += self._state.tape.norm_of(inputs[-1][0]) ** 2
         self._trajectory("grad_norm", np.sqrt(square))
         for index, rate in enumerate(_rates(optimizer)):
             self._trajectory(f"lr[{index}]" if index else "lr", rate)

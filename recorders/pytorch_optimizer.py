@@ -104,7 +104,7 @@ class OptimizerHooks:
             inputs = self._load_state(optimizer, path, parameter)
             if parameter.grad is not None and (grad := to_numpy(parameter.grad)) is not None:
                 inputs.append(self._emit(parameter, path, "grad", grad, op=op))
-                square += float(np.square(np.abs(grad).astype(np.float64)).sum())
+                square += self._state.tape.norm_of(inputs[-1]) ** 2
             hyper = hyper_parameters(optimizer, group, parameter)
             inputs.append(self._emit(parameter, path, "hyper", hyper, op=op))
             with out_of_sight():

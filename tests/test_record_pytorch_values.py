@@ -25,6 +25,7 @@ from tracediff.recorders.pytorch_recorder import Recorder
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Policy, Tape
 from tracediff.trace import TraceWriter
+from tracediff.trace.summary import digest
 
 
 @pytest.fixture
@@ -49,6 +50,30 @@ def test_in_place_operation_after_a_module_does_not_change_its_record(
     assert np.array_equal(trace["0/forward/1#0:out"], np.maximum(recorded, 0))
     passed = (model[2].weight.detach().numpy() * (recorded > 0)).astype(np.float32)
     assert np.allclose(trace["0/backward/0#0:grad_out"], passed)
+
+
+@pytest.mark.parametrize("level", ["digest", "module"])
+def test_a_change_between_two_modules_that_torch_does_not_count_is_seen(
+    record: Callable[..., Recording], level: str
+) -> None:
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            version = hidden._version
+            hidden.data.mul_(2)
+            assert hidden._version == version
+            return self.second(hidden)  # type: ignore[no-any-return]
+
+    model = Changed()
+    trace = record(lambda: model(torch.ones(2, 3)), level)
+    digests = dict(trace.digests)
+    given = model.first(torch.ones(2, 3)).detach().numpy()
+    assert digests["0/forward/first#0:out"] == digest(given)
+    assert digests["0/forward/second#0:in"] == digest(2 * given)
 
 
 def test_memory_can_be_resized_after_it_was_recorded(record: Callable[..., Recording]) -> None:

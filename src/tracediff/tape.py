@@ -21,7 +21,14 @@ from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
 from tracediff.trace import BufferedWriter, TraceWriter
-from tracediff.trace.summary import digest, digest_value, fingerprint, shortened, sketch
+from tracediff.trace.summary import (
+    digest,
+    digest_value,
+    euclidean_norm,
+    fingerprint,
+    shortened,
+    sketch,
+)
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
@@ -100,7 +107,7 @@ class Tape:
         self._stack: list[Frame] = []
         self._frames: dict[str, Frame] = {}
         self._batch: dict[bytes, int] = {}
-        self._digests: list[bytes] = []
+        self._emitted: list[Summary] = []
         self._kept: dict[tuple[str, str], tuple[bool, str]] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
@@ -146,7 +153,7 @@ class Tape:
             self._calls.clear()
             self._frames.clear()
             self._batch.clear()
-            self._digests.clear()
+            self._emitted.clear()
             self._kept.clear()
             self._summaries_before, self._summaries = self._summaries, {}
             self.step_started = False
@@ -199,7 +206,13 @@ class Tape:
 
     def digest_of(self, order: int) -> bytes:
         """Digest of the event with this order in the current step."""
-        return self._digests[order]
+        return self._emitted[order].digest
+
+    def norm_of(self, order: int) -> float:
+        """Euclidean norm of a tensor that was recorded in the current step, by its order."""
+        if order < 0:  # in a step that a rerun skips
+            return 0.0
+        return euclidean_norm(self._emitted[order].fingerprint)
 
     def frame_of(self, path: str) -> Frame | None:
         """The last call of `path` in this step."""
@@ -342,7 +355,7 @@ class Tape:
                 value=None if is_array else value,
                 attributes=attributes or {},
             )
-            self._digests.append(summary.digest)
+            self._emitted.append(summary)
             self.writer.add(event, value if keep and is_array else None)
             if phase == "loading" and port == "param":
                 self.loaded[path] = summary.digest, summary.dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -124,6 +124,14 @@ def fingerprint(array: NDArray[Any], *, brief: bool = False) -> tuple[float, ...
     counts = (flat.size, found.nan, found.inf, found.zero)
     # Adding zero makes -0.0 the 0.0 that it equals, so that one value has one fingerprint.
     return tuple([float(count) for count in counts] + [number + 0.0 for number in statistics])
+
+
+def euclidean_norm(statistics: Sequence[float]) -> float:
+    """The norm of all elements, from a fingerprint: NaN or infinite where one of them is."""
+    values = dict(zip(FINGERPRINT_FIELDS, statistics, strict=True))
+    if values["nan"]:
+        return math.nan
+    return math.inf if values["inf"] else values["l2"]
 
 
 def sketch(array: NDArray[Any]) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -61,9 +62,15 @@ def structure(events: Sequence[Event], samples: bytes = b"") -> str:
     """
     chosen = marked(events)
     sites = (event.site for event in chosen)
-    names = [(site.phase, site.path, site.call, site.port) for site in sites]
-    text = repr((names, list(map(width, chosen)))).encode("utf-8", "backslashreplace")
+    names = ", ".join([_name(site.phase, site.path, site.call, site.port) for site in sites])
+    text = f"([{names}], {list(map(width, chosen))})".encode("utf-8", "backslashreplace")
     return xxhash.xxh3_128_hexdigest(text + samples)
+
+
+@lru_cache(maxsize=1 << 14)
+def _name(*fields: str | int) -> str:
+    """The same in every step."""
+    return repr(fields)
 
 
 def marks(events: Sequence[Event]) -> Marks:
