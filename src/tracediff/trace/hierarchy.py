@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -73,15 +74,11 @@ class Hierarchy:
             dims: Names of the dimensions; left out unless there is one for each.
             packed: Compress it, unless it is too small to gain or too large to unpack.
         """
-        dtype = DTYPES[data_type]
-        little = np.asarray(array, dtype=dtype, order="C")
+        little = np.asarray(array, dtype=DTYPES[data_type], order="C")
         packed = packed and SMALLEST_PAYLOAD <= little.nbytes <= LARGEST_PAYLOAD
-        limit = CHUNK_BYTES if packed else CHUNK_LIMIT
         names = dims if len(dims) == array.ndim else ()
-        chunk = chunk_shape(array.shape, dtype.itemsize, limit)
-        document = array_json(array.shape, chunk, data_type, names, PAYLOADS if packed else None)
+        document, chunk, keys = _layout(array.shape, data_type, names, packed)
         blocks = [little] if chunk == array.shape else _blocks(little, chunk)
-        keys = chunk_keys(array.shape, chunk)
         data = (compress(b, PAYLOADS) if packed else _bytes_of(b) for b in blocks)
         self._append(path, document, zip(keys, data, strict=True))
 
@@ -127,6 +124,17 @@ class Hierarchy:
     def abandon(self) -> None:
         """Closes and removes the file."""
         self._archive.abandon()
+
+
+@lru_cache(maxsize=1 << 12)
+def _layout(
+    shape: tuple[int, ...], data_type: str, dims: tuple[str, ...], packed: bool
+) -> tuple[str, tuple[int, ...], list[str]]:
+    """Metadata, chunk shape and keys of the chunks of an array: few different ones in a run."""
+    limit = CHUNK_BYTES if packed else CHUNK_LIMIT
+    chunk = chunk_shape(shape, DTYPES[data_type].itemsize, limit)
+    document = array_json(shape, chunk, data_type, dims, PAYLOADS if packed else None)
+    return document, chunk, chunk_keys(shape, chunk)
 
 
 def _bytes_of(block: NDArray[Any]) -> memoryview:
