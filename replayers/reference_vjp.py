@@ -1,8 +1,9 @@
 """Vector-Jacobian products of canonical operations in float64, with the spread of their rounding.
 
 With the gradient g of an operation's output y, the gradient of its input x is `g dy/dx` (Griewank
-and Walther, "Evaluating derivatives", 2008, chapter 3). Here are those of arithmetic, products,
-reductions and whatever moves elements; `reference_vjp_fused` has norms, softmax and attention.
+and Walther, "Evaluating derivatives", 2008, chapter 3). Here are those of arithmetic and whatever
+moves elements; `reference_vjp_products` has products and reductions, `reference_vjp_fused` norms,
+softmax and attention.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from tracediff.replayers.reference_operations import (
     FUNCTION,
     accumulated,
     argument,
-    axes_of,
     is_tanh_gelu,
     operands,
-    product,
     rounded,
     roundoff,
     sigmoid_of,
@@ -46,7 +45,7 @@ Rule = Callable[[Use, Floats], Part | None]
 """Takes a use and the gradient of the operation's first output that has one."""
 
 RULES: Final[dict[str, Rule]] = {}
-"""Canonical name -> rule. Filled by `rule` here and in `reference_vjp_fused`."""
+"""Canonical name -> rule. Filled by `rule` here and in the modules beside it."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -291,100 +290,6 @@ def _swiglu(use: Use, grad: Floats) -> Part | None:
         return times(use, grad, s * gate, 2 * FUNCTION, s * np.abs(gate) * (1 + np.abs(gate) / 2))
     size = s * (1 + np.abs(gate)) * (1 + np.abs(gate) / 2) * np.abs(x)
     return times(use, grad, _silu_slope(gate) * x, 2 * FUNCTION, size)
-
-
-# ---- products -----------------------------------------------------------------------------------
-
-
-@rule("matmul")
-def _matmul(use: Use, grad: Floats) -> Part | None:
-    if use.operation.op.startswith(("aten.linear", "mlx.inner")):
-        return None
-    a, b = (widen(array) for array in use.operation.inputs)
-    return _of_product(use, grad, a, b, use.place)
-
-
-@rule("addmm")
-def _addmm(use: Use, grad: Floats) -> Part | None:
-    """Of `beta c + alpha a b`."""
-    _, a, b = (widen(array) for array in use.operation.inputs)
-    alpha, beta = (float(argument(use.operation, n, default=1)) for n in ("alpha", "beta"))
-    if use.place == 0:
-        return times(use, grad, beta)
-    found = _of_product(use, grad, a, b, use.place - 1)
-    return Part(alpha * found.value, abs(alpha) * found.error)
-
-
-def _of_product(use: Use, grad: Floats, a: Floats, b: Floats, place: int) -> Part:
-    """`da = g b^T`, `db = a^T g`, with vectors as rows (a) or columns (b)."""
-    shape = (a, b)[place].shape
-    if a.ndim == 1:
-        a, grad = a[None], np.expand_dims(grad, -2 if b.ndim > 1 else 0)
-    if b.ndim == 1:
-        b, grad = b[:, None], grad[..., None]
-    wanted = (a, b)[place].shape
-    if place == 0:
-        left, right = grad, b.swapaxes(-1, -2)
-    elif b.ndim == 2:  # one product over all rows, as kernels compute it
-        left, right = a.reshape(-1, a.shape[-1]).T, grad.reshape(-1, grad.shape[-1])
-    else:
-        left, right = a.swapaxes(-1, -2), grad
-    found = reduced(use, Part(*product(use.operation, left, right)), wanted)
-    return Part(found.value.reshape(shape), found.error.reshape(shape))
-
-
-# ---- reductions ---------------------------------------------------------------------------------
-
-
-def restored(use: Use, reduced_array: Floats) -> Floats:
-    """A reduced array with the dimensions that were summed over, of length one."""
-    shape = list(use.operation.inputs[use.place].shape)
-    for axis in axes_of(use.operation, len(shape)):
-        shape[axis] = 1
-    return reduced_array.reshape(shape)
-
-
-@rule("sum", "mean")
-def _sum(use: Use, grad: Floats) -> Part | None:
-    x = given(use)
-    count = math.prod(x.shape[axis] for axis in axes_of(use.operation, x.ndim))
-    share = 1.0 if use.operation.canonical == "sum" else 1.0 / count
-    return times(use, np.broadcast_to(restored(use, grad), x.shape), share)
-
-
-@rule("max", "min")
-def _extreme(use: Use, grad: Floats) -> Part | None:
-    """To the largest; stacks differ in who gets how much of a tie."""
-    x = given(use)
-    axes = axes_of(use.operation, x.ndim)
-    function = np.max if use.operation.canonical == "max" else np.min
-    won = x == function(x, axis=axes, keepdims=True)
-    back = np.where(won, restored(use, grad), 0.0)
-    tied = won.sum(axis=axes, keepdims=True) > 1
-    return part(back, np.where(tied, np.abs(back), 0.0))
-
-
-@rule("norm")
-def _norm(use: Use, grad: Floats) -> Part | None:
-    x = given(use)
-    if float(argument(use.operation, "ord", default=2)) != 2:
-        return None
-    axes = axes_of(use.operation, x.ndim)
-    length = np.sqrt((x**2).sum(axis=axes, keepdims=True))
-    steps = 2 * FUNCTION + math.sqrt(math.prod(x.shape[axis] for axis in axes))
-    return times(use, restored(use, grad), x / length, steps)
-
-
-@rule("cumsum")
-def _cumsum(use: Use, grad: Floats) -> Part | None:
-    operation, axis = use.operation, int(argument(use.operation, "dim", "axis", default=0))
-    if argument(operation, "reverse") or argument(operation, "inclusive", default=True) is False:
-        return None
-    turned = np.flip(grad, axis)
-    value = np.cumsum(turned, axis=axis)
-    squares = np.cumsum(turned**2, axis=axis)
-    error = accumulated(operation, value, squares, grad.shape[axis])
-    return part(np.flip(value, axis), np.flip(error, axis))
 
 
 # ---- what moves elements ------------------------------------------------------------------------

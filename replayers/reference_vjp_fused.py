@@ -18,7 +18,8 @@ from tracediff.replayers.reference_operations import (
     widen,
 )
 from tracediff.replayers.reference_rounding import together
-from tracediff.replayers.reference_vjp import Part, given, part, restored, rule
+from tracediff.replayers.reference_vjp import Part, given, part, rule
+from tracediff.replayers.reference_vjp_products import restored
 from tracediff.replaying import Call, Floats, Use
 
 

@@ -65,6 +65,10 @@ CASES: dict[str, Case] = {
     "matmul, vector right": ("matmul", (X, ROW), {}),
     "matmul, vectors": ("matmul", (ROW, floats(4, seed=2)), {}),
     "addmm": ("addmm", (floats(2), X, floats(4, 2, seed=1)), {"args": {"alpha": 0.5, "beta": 2}}),
+    "gather_matmul": (
+        *("gather_matmul", (floats(3, 1, 1, 4), floats(5, 4, 2, seed=1), IDS[[0, 1, 0]])),
+        {"op": "mlx.gather_mm"},
+    ),
     "sum": ("sum", (X,), AXIS),
     "sum of all": ("sum", (X,), {}),
     "mean": ("mean", (X,), {"args": {"axis": 0, "keepdims": True}}),
