@@ -123,7 +123,8 @@ def _mlx_perturbing(perturbation: Perturbation, meter: Meter) -> Iterator[None]:
         def vjp(primals: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
             if meter.is_at(perturbation, perturbation.op):
                 meter.done = True
-                cotangent = _scaled(cotangent, perturbation.size)
+                with self._muted():  # no operation of the run
+                    cotangent = _scaled(cotangent, perturbation.size)
             if self._state.recording:
                 self.record(order, cotangent)
             return cotangent
@@ -136,7 +137,8 @@ def _mlx_perturbing(perturbation: Perturbation, meter: Meter) -> Iterator[None]:
         for path, grad in reversed(named):
             if meter.is_at(perturbation, LEAF):
                 meter.done = True
-                grad *= _factor(grad, perturbation.size)  # in the array that the script is given
+                with self._state.operations.muted():
+                    grad *= _factor(grad, perturbation.size)  # the array that the script is given
             emit_one(self, [(path, grad)])
 
     # This file is not what issued the operation: the recorder passes over names in brackets.
