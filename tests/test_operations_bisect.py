@@ -106,12 +106,15 @@ def test_every_report_shows_both_spans(tmp_path: Path) -> None:
     verdict = bisected(tmp_path, (scaled("rsqrt", 1e-3), same))
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(render(verdict))
-    for text in (console.export_text(), to_html(verdict)):
+    told = console.export_text()
+    assert ", layout: same" in told
+    for text in (told, to_html(verdict)):
         assert "rsqrt" in text
         assert "rms_norm" in text
     span = json.loads(json.dumps(to_json(verdict)))["first"]["span"]
     assert [row["op"] for row in span["baseline"] if row["errs"]] == ["rsqrt"]
     assert span["target"][0]["shape"] == [16, 32]
+    assert span["layout"] == "same"
 
 
 def test_the_operation_comes_before_the_module_around_it(tmp_path: Path) -> None:

@@ -78,12 +78,15 @@ class OperationSpan:
         baseline, target: The operations of each side, in the order of execution.
         inputs: What both start from: the baseline's and the target's site.
         matched_by: The pass that paired the outputs.
+        layout: How the target's output lies over the baseline's: same, reshape, transpose, head
+            split, half or part; "" where it does not.
     """
 
     baseline: tuple[SpanOperation, ...]
     target: tuple[SpanOperation, ...]
     inputs: tuple[tuple[str, str], ...] = ()
     matched_by: str = ""
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,8 @@ def distance(a: Fingerprint, b: Fingerprint) -> float:
     distance is the largest such e over all statistics; infinite where the counts of elements, NaN
     or Inf differ.
     """
+    if a == b:
+        return 0.0
     if a[_COUNT] != b[_COUNT] or a[_NAN] != b[_NAN] or a[_INF] != b[_INF]:
         return math.inf
     finite = max(a[_COUNT] - a[_NAN] - a[_INF], 1.0)

@@ -20,10 +20,13 @@ Values that several others could be are paired by name, order and data flow, or 
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Final
 
 from tracediff.align.fingerprints import tolerance
@@ -37,6 +40,8 @@ from tracediff.events import ROOT, Event, Pair
 _CLOSE: Final = 4
 """Units of roundoff within which values are paired first: a few roundings apart. What is further
 apart might also be another value of the like."""
+
+_INDEX: Final = attrgetter("index")
 
 _NUMBER: Final = re.compile(r"\d+")
 
@@ -60,7 +65,31 @@ def align_operations(
     Returns:
         Both sides' values and their pairs, in the order of the baseline's execution.
     """
-    rules, known = rules or Rules(), paths or {}
+    with _no_collection():
+        return _aligned(baseline, target, stacks, paths or {}, rules or Rules(), modules)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Holds the collector of cyclic garbage back: it would walk over a growing graph of values, in
+    which there is none, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _aligned(
+    baseline: Sequence[Event],
+    target: Sequence[Event],
+    stacks: tuple[str, str],
+    known: Mapping[str, str],
+    rules: Rules,
+    modules: Sequence[Pair],
+) -> tuple[Flow, Flow, list[ValuePair]]:
     own, theirs = (
         cache(lambda p: canonical(stacks[0], p)),
         cache(lambda p: _in_baseline_names(p, stacks, known)),
@@ -158,7 +187,7 @@ def _by_fingerprint(matching: Matching, limit: float) -> None:
             rest = [v for v in found[side] if v not in matching.partner[side]]
             target = waiting[_outer(scope)][side]
             target.extend(rest)
-            target.sort(key=lambda v: v.index)
+            target.sort(key=_INDEX)
 
 
 def _modules(values: Iterable[Value]) -> set[str]:

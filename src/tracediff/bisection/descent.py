@@ -40,6 +40,8 @@ class SiteRow:
     """One row of `diff`: a pair of sites with its figures, or a site that one side lacks.
 
     Attributes:
+        layout: How the target's value lies over the baseline's: `same` or `transposed`; "" where
+            there is no pair.
         origin: Of a divergence: `introduced` at the site, `inherited` by it, or `healed` after it;
             "" otherwise.
     """
@@ -51,6 +53,7 @@ class SiteRow:
     error: ErrorFigures = field(default_factory=ErrorFigures)
     bound: float = 0.0
     origin: str = ""
+    layout: str = ""
 
 
 def bisect(
@@ -177,6 +180,7 @@ def _rows(step: Step) -> Iterator[SiteRow]:
             site=str(judged.event.site),
             target_site=str(judged.pair.target.site),
             matched_by=judged.pair.matched_by,
+            layout=judged.pair.layout,
             mark=judged.mark,
             error=judged.error,
             bound=judged.bound.rel_l2 if judged.bound else 0.0,

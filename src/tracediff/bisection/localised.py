@@ -129,6 +129,7 @@ def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
             target=_operations(finding.spans[1], 1, finding.checks),
             inputs=tuple((str(x.event.site), str(y.event.site)) for x, y in finding.inputs),
             matched_by=finding.pair.matched_by,
+            layout=judge.layout_of(finding.pair),
         ),
     )
     values = judge.values(finding.pair)

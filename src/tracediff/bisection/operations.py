@@ -107,12 +107,20 @@ class OperationJudge:
 
     def values(self, pair: ValuePair) -> tuple[NDArray[Any], NDArray[Any]] | None:
         """Both values of a pair in the layout of the baseline's first event."""
+        a, b, layout = self._laid_over(pair)
+        return None if layout is None else (a, layout.apply(b))
+
+    def layout_of(self, pair: ValuePair) -> str:
+        """How the target's value lies over the baseline's, "" where it does not."""
+        layout = self._laid_over(pair)[2] if pair.layout == "whole" else None
+        return layout.name if layout else pair.layout.replace("whole", "")
+
+    def _laid_over(self, pair: ValuePair) -> tuple[Any, Any, Layout | None]:
         if pair.baseline is pair.target:  # only one side has it
-            return None
-        a = self._engines[0].array(pair.baseline.event)
-        b = self._engines[1].array(pair.target.event)
-        layout = find_layout(a, b) if a is not None and b is not None else None
-        return None if a is None or b is None or layout is None else (a, layout.apply(b))
+            return None, None, None
+        events = pair.baseline.event, pair.target.event
+        a, b = (engine.array(e) for engine, e in zip(self._engines, events, strict=True))
+        return a, b, find_layout(a, b) if a is not None and b is not None else None
 
     def counterpart(self, finding: Finding, side: int) -> Event | None:
         """The operation of a side that a finding is about: its culprit, or that which the other

@@ -52,6 +52,9 @@ def terminal(span: OperationSpan, width: int) -> Iterator[RenderableType]:
         shown = ", ".join(inert(a) for a, _ in span.inputs[:4])
         more = f" and {len(span.inputs) - 4} more" if len(span.inputs) > 4 else ""
         yield Text(f"  both from {shown}{more}", "dim")
+    if span.matched_by:
+        layout = f", layout: {inert(span.layout)}" if span.layout else ""
+        yield Text(f"  outputs paired by {inert(span.matched_by)}{layout}", "dim")
 
 
 def _table(name: str, side: Sequence[SpanOperation], width: int) -> Table:
@@ -76,6 +79,7 @@ def as_json(span: OperationSpan) -> dict[str, Any]:
         "target": [_operation(row) for row in span.target],
         "inputs": [{"baseline": a, "target": b} for a, b in span.inputs],
         "matched_by": span.matched_by,
+        "layout": span.layout or None,
     }
 
 

@@ -74,7 +74,8 @@ def _site_cells(row: SiteRow) -> Iterator[Text]:
     for value in figures:
         yield Text("" if row.mark == "unmatched" else figure(value))
     yield Text(inert(row.origin))
-    yield Text(inert(row.matched_by), "dim")
+    turned = f", {row.layout}" if row.layout not in ("", "same") else ""
+    yield Text(inert(row.matched_by + turned), "dim")
     yield Text("" if row.target_site == row.site else inert(row.target_site), "dim")
 
 
