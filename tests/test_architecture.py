@@ -157,6 +157,20 @@ def test_help_does_not_wait_for_zarr() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
+def test_comparing_loads_nothing_that_it_does_not_need() -> None:
+    program = (
+        "import sys; from tracediff.cli import main\n"
+        "main(['bisect', 'traces/clean.zarr', 'traces/drifted.zarr', '--json', '-'])\n"
+        "heavy = {'zarr', 'xarray', 'dask', 'pandas', 'scipy'}\n"
+        "print(*sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert '"outcome": "diverged"' in done.stdout
+    assert done.stderr.splitlines()[-1] == ""
+
+
 def test_the_public_face_is_complete() -> None:
     import tracediff
 
