@@ -48,7 +48,7 @@ def main() -> None:
         print("|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
         size = 1e6
         while size <= options.gigabytes * 1e9:
-            steps = 10 if size < 1e8 else 1_000
+            steps = min(1_000, max(10, int(size / 1e6)))
             _sized(Path(folder), steps, int(size) // (4 * EVENTS * steps))
             size *= 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
