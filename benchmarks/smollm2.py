@@ -31,6 +31,7 @@ def run(stack: str, layers: int, attention: str = "eager") -> None:
     """Trains for one step on two rows of 24 tokens."""
     config = json.loads((MODEL / "config.json").read_text())
     config |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"]}  # where mlx-lm looks for it
     ids = np.random.default_rng(0).integers(3, VOCABULARY, (2, 24))
     (_mlx if stack == "mlx" else _pytorch)(config, _weights(layers), ids, attention)
 
