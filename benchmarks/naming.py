@@ -193,6 +193,8 @@ class Bench:
 def _first_output(event: Event, by_order: dict[int, Event]) -> int:
     """Order of the first output of the call that made an event; operations on lists of tensors are
     recorded one by one."""
+    if event.site.port.startswith("grad_"):
+        return event.order  # gradients of several outputs come one by one
     first = event.order - output_of(event)
     while event.op.startswith("aten._foreach_"):
         before = by_order.get(first - 1)
