@@ -187,7 +187,9 @@ def _attention(operation: Operation) -> Replayed | None:
         top = found.scores.max(axis=-1)
         value = top + np.log(np.exp(found.scores - top[..., None]).sum(axis=-1))
         length = k.shape[-1] * k.shape[-2]
-        return rounded(operation, value, roundoff(operation) * (length / 2 + np.abs(value)))
+        error = roundoff(operation) * (length / 2 + np.abs(value))
+        blind = found.blind[..., 0]
+        return rounded(operation, np.where(blind, 0.0, value), np.where(blind, np.inf, error))
     value = found.p @ found.v
     common = positive_sum(roundoff(operation), k.shape[-2])
     squares = (found.p**2) @ (found.v**2)
