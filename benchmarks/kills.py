@@ -136,6 +136,8 @@ def run(writer: str, places: Iterable[Path | str], seed: int = 0) -> Counter[str
     for place in places:
         reported = kill(writer, place, rng.uniform(0.0, 0.3))
         endings[check(place, reported)] += 1
+        if not sum(endings.values()) % 10:
+            print(f"{writer}: {dict(endings)} so far", file=sys.stderr, flush=True)
     return endings
 
 
