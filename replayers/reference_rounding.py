@@ -57,9 +57,11 @@ def half_spacing(call: Call, value: Floats, error: Floats | float = 0.0) -> Floa
     Half the distance of neighbouring floats, which is constant between powers of two: a 16-bit
     result that is off by 1% in all elements shows, whatever the sum over them.
     """
-    _, exponent = np.frexp(np.abs(value) + error)
-    result: Floats = np.ldexp(storage(call), exponent - 1) + _lowest(call)
-    return result
+    largest = np.abs(value) + error
+    _, exponent = np.frexp(largest)
+    # Zero is exact, and `frexp` would give it the spacing of numbers near one.
+    spacing = np.where(largest > 0, np.ldexp(storage(call), exponent - 1), 0.0)
+    return spacing + _lowest(call)
 
 
 def reach_of(call: Call, value: Floats, spread: Floats, *roundings: Floats) -> Floats | None:

@@ -93,6 +93,17 @@ def test_norms_by_hand() -> None:
     np.testing.assert_allclose(layer, [[9.5, 1.0]], rtol=1e-15)
 
 
+def test_what_is_exactly_zero_has_no_rounding_to_hide_a_fault_behind() -> None:
+    x = np.array([0.0, 0.5, 3.0], np.float32)
+    found = replay("SiLU", x, dtype="bfloat16")
+    np.testing.assert_allclose(found.value, x / (1 + np.exp(-x)), rtol=1e-6)
+    assert found.reach is not None
+    assert found.reach[0] < 1e-30
+    # bfloat16 has 8 significant bits: half of their spacing at 0.31 and at 2.9.
+    assert found.reach[1] >= 2.0**-10
+    assert found.reach[2] >= 2.0**-7
+
+
 @pytest.mark.parametrize("traditional", [False, True])
 def test_rope_is_a_rotation_of_complex_numbers(traditional: bool) -> None:
     x = array(2, 3, 7, 8)
