@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, islice
+from itertools import islice
 from typing import Final
 
 from tracediff.align.fingerprints import Fingerprint, Index, distance, fused, norm
@@ -190,15 +191,28 @@ def fused_halves(
     for whole in wholes:
         found = by_count.get((whole.count / 2, whole.is_leaf), [])
         wanted = whole.event.fingerprint
-        if not norm(wanted) or whole.count < 2 * FEW or len(found) > _CANDIDATES:
+        if not norm(wanted) or whole.count < 2 * FEW or not 2 <= len(found) <= _CANDIDATES:
             continue
-        for one, other in combinations(found, 2):
-            a, b = one.event.fingerprint, other.event.fingerprint
-            if abs(math.hypot(norm(a), norm(b)) - norm(wanted)) > 2 * limit * norm(wanted):
-                continue
-            if distance(wanted, fused(a, b)) <= limit:
-                yield whole, one
-                yield whole, other
-                found.remove(one)
-                found.remove(other)
-                break
+        for half in _halves_of(wanted, found, limit):
+            yield whole, half
+            found.remove(half)
+
+
+def _halves_of(wanted: Fingerprint, found: Sequence[Value], limit: float) -> Sequence[Value]:
+    """The first two values that have a fingerprint between them, or none.
+
+    The squares of their norms add up, so few of the others can belong to the first.
+    """
+    low, high = ((1 + sign * 2 * limit) * norm(wanted) for sign in (-1, 1))
+    ranked = sorted((norm(v.event.fingerprint), place) for place, v in enumerate(found))
+    for place, one in enumerate(found):
+        own = norm(one.event.fingerprint)
+        if own > high:
+            continue
+        start = bisect_left(ranked, (math.sqrt(max(low**2 - own**2, 0.0)),))
+        stop = bisect_left(ranked, (math.sqrt(high**2 - own**2), math.inf))
+        for other in sorted(other for _, other in ranked[start:stop] if other > place):
+            both = fused(one.event.fingerprint, found[other].event.fingerprint)
+            if distance(wanted, both) <= limit:
+                return one, found[other]
+    return ()
