@@ -69,6 +69,7 @@ class Snapshots:
 
         None for a run without modules: its parameters are in variables of the script.
         """
+        gc.collect()  # what nobody holds any more is no part of the run
         arrays = self._state.roots.arrays()
         if not arrays:
             return None
@@ -116,6 +117,7 @@ class Snapshots:
         Raises:
             RerunError: The script made other objects than the one that was recorded.
         """
+        gc.collect()  # what nobody holds any more is no part of the run
         self.restore_weights(tree)
         made = self._optimizers()
         classes = [saved["class"] for saved in tree["optimizers"]]

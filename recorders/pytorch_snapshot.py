@@ -61,6 +61,7 @@ class Snapshots:
 
     def capture(self) -> Tree:
         """Weights that are not as they were loaded, gradients, optimizers, schedulers, scalers."""
+        gc.collect()  # what nobody holds any more is no part of the run
         with out_of_sight():
             return {
                 "weights": {_key(named): self._weight(t, named) for t, named in self._tensors()},
@@ -131,6 +132,7 @@ class Snapshots:
         Raises:
             RerunError: The script made other objects than the one that was recorded.
         """
+        gc.collect()  # what nobody holds any more is no part of the run
         self.restore_weights(tree)
         with out_of_sight():
             for tensor, named in self._tensors():

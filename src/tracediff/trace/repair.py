@@ -192,7 +192,7 @@ def _salvage(file: Path, step: int, writer: TraceWriter) -> int:
     """Writes a step of the arrays found in a file without a directory; returns their number."""
     try:
         arrays = list(_Torn(file).arrays(step))
-    except (OSError, ValueError):
+    except (CorruptTraceError, OSError, ValueError):
         return 0
     for order, (site, array) in enumerate(arrays):
         event = Event(
@@ -212,9 +212,8 @@ def _salvage(file: Path, step: int, writer: TraceWriter) -> int:
 class _Torn(HierarchyReader):
     """A file that was never committed, or has lost its directory."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.archive = Archive.salvaged(file)
+    def _opened(self, file: Path) -> Archive:
+        return Archive.salvaged(file)
 
     def arrays(self, step: int) -> Iterator[tuple[Site, NDArray[Any]]]:
         """Payloads whose metadata and bytes are whole, in the order of writing."""

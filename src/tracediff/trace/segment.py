@@ -46,7 +46,10 @@ class HierarchyReader:
         self.file = file
         self._infos: dict[str, ArrayInfo] = {}
         with self.reading():
-            self.archive = Archive(file)
+            self.archive = self._opened(file)
+
+    def _opened(self, file: Path) -> Archive:
+        return Archive(file)
 
     def reading(self) -> _Reading:
         """Turns whatever goes wrong while reading this file into one sentence that names it."""
