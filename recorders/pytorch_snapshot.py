@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -33,10 +33,12 @@ class Snapshots:
         self._state = state
         self._patches = patches
         self._made: dict[type, list[weakref.ref[Any]]] = {cls: [] for cls in _WATCHED}
+        self._earlier: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def install(self) -> None:
         for found in gc.get_objects():
             self._remember(found)
+        self._earlier.update(self._alive(Optimizer))
         for cls in _WATCHED:
             self._patches.replace(cls, "__init__", self._wrap_init)
 
@@ -57,6 +59,20 @@ class Snapshots:
     def _alive(self, cls: type) -> list[Any]:
         return [made for ref in self._made[cls] if (made := ref()) is not None]
 
+    def _optimizers(self) -> list[Optimizer]:
+        """Those of the run: one from before it counts if it updates a weight of the run."""
+        weights = {id(tensor) for tensor, _ in self._tensors()}
+        return [
+            made
+            for made in self._alive(Optimizer)
+            if made not in self._earlier
+            or any(id(p) in weights for group in made.param_groups for p in group["params"])
+        ]
+
+    def _schedulers(self) -> list[LRScheduler]:
+        others = set(map(id, self._earlier)) - set(map(id, self._optimizers()))
+        return [s for s in self._alive(LRScheduler) if id(s.optimizer) not in others]
+
     # ---- capturing -------------------------------------------------------------------------
 
     def capture(self) -> Tree:
@@ -70,8 +86,8 @@ class Snapshots:
                     for tensor, named in self._tensors()
                     if tensor.grad is not None
                 },
-                "optimizers": [_optimizer(o) for o in self._alive(Optimizer)],
-                "schedulers": [_stateful(s) for s in self._alive(LRScheduler)],
+                "optimizers": [_optimizer(o) for o in self._optimizers()],
+                "schedulers": [_stateful(s) for s in self._schedulers()],
                 "scalers": [_stateful(s) for s in self._alive(torch.amp.GradScaler)],
             }
 
@@ -138,12 +154,12 @@ class Snapshots:
             for tensor, named in self._tensors():
                 grad = tree["gradients"].get(_key(named))
                 tensor.grad = None if grad is None else from_numpy(grad, tensor.device)
-        for cls, name, put in (
-            (Optimizer, "optimizers", _restore_optimizer),
-            (LRScheduler, "schedulers", _restore_stateful),
-            (torch.amp.GradScaler, "scalers", _restore_stateful),
-        ):
-            alive = self._alive(cls)
+        found: tuple[tuple[Sequence[Any], str, Callable[[Any, Tree], None]], ...] = (
+            (self._optimizers(), "optimizers", _restore_optimizer),
+            (self._schedulers(), "schedulers", _restore_stateful),
+            (self._alive(torch.amp.GradScaler), "scalers", _restore_stateful),
+        )
+        for alive, name, put in found:
             _same(name, [s["class"] for s in tree[name]], [type(o).__name__ for o in alive])
             for saved, made in zip(tree[name], alive, strict=True):
                 put(made, saved)

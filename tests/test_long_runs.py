@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests import long_jobs
 from tracediff.cli import main
@@ -42,6 +43,15 @@ def saved(script: str) -> dict[str, bytes]:
     return {
         str(f): f.read_bytes() for f in files if f.suffix in (".pt", ".safetensors") and f.is_file()
     }
+
+
+def test_an_optimizer_of_another_run_is_in_no_snapshot(tmp_path: Path) -> None:
+    script, path = long_jobs.write(tmp_path, "pytorch"), tmp_path / "run.zarr"
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    plan = torch.optim.lr_scheduler.StepLR(other, 1)
+    long_jobs.record(script, path, "6", snapshot_every=4)
+    del other, plan
+    assert replayed(script, path, 5, "6").exact
 
 
 def test_a_step_is_replayed_bit_for_bit(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
