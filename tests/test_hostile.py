@@ -16,11 +16,13 @@ from benchmarks.fuzz import fuzz
 from tests.test_trace_integrity import rewrite
 from tracediff.bisection import bisect
 from tracediff.errors import CorruptTraceError
-from tracediff.events import STAGE_RANK
+from tracediff.events import STAGE_RANK, Run
+from tracediff.policy import Policy
 from tracediff.replayers import reference_operations
 from tracediff.replaying import Operation
+from tracediff.tape import Tape
 from tracediff.testing import build_trace
-from tracediff.trace import Trace, verify
+from tracediff.trace import Trace, TraceWriter, repair, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
 from tracediff.trace.columns import encode_strings
 from tracediff.trace.compression import TEXTS, compress
@@ -38,8 +40,13 @@ def test_mutated_traces_end_in_a_verdict_or_one_sentence() -> None:
 @pytest.mark.parametrize("name", ["index/0/00000000.json", "segments/0/00000000.zip"])
 @pytest.mark.parametrize(
     "make",
-    [os.mkfifo, Path.mkdir, lambda file: file.symlink_to("/dev/zero")],
-    ids=["a pipe", "a folder", "a device"],
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda file: file.symlink_to("/dev/zero"),
+        lambda file: file.symlink_to("nothing"),
+    ],
+    ids=["a pipe", "a folder", "a device", "a link to nothing"],
 )
 def test_what_is_no_file_is_never_opened(
     tmp_path: Path, name: str, make: Callable[[Path], None]
@@ -53,8 +60,9 @@ def test_what_is_no_file_is_never_opened(
         if name.startswith("index"):
             assert replace(trace.index(0), prefix=None) == replace(whole, prefix=None)
         else:
-            with pytest.raises(CorruptTraceError, match="is damaged"):
-                trace.events(0)
+            for read in (trace.events, trace.index, trace.prefix):
+                with pytest.raises(CorruptTraceError, match="is damaged"):
+                    read(0)
             assert not verify(path).sound
 
 
@@ -95,6 +103,13 @@ def test_an_empty_array_of_absurd_length_takes_no_memory(tmp_path: Path) -> None
         assert trace.array(event).shape == (0, 1 << 57)
 
 
+def test_an_empty_array_of_absurd_length_is_salvaged(tmp_path: Path) -> None:
+    path = build_trace(tmp_path / "t", [("0/forward/fc#0:out", np.ones((0, 1 << 57), np.uint8))])
+    assert repair(path, tmp_path / "copy").whole
+    with Trace(tmp_path / "copy") as trace:
+        assert trace.array(trace.events(0)[0]).shape == (0, 1 << 57)
+
+
 def test_operations_of_an_unknown_stage_are_judged_last() -> None:
     assert sorted(["later", "trajectory", "forward"], key=STAGE_RANK.__getitem__) == [
         "forward",
@@ -120,6 +135,10 @@ def test_operands_that_are_not_there_make_no_formula() -> None:
         ("inputs", '[{"a":1}]'),
         ("inputs", '{"a":1}'),
         ("attributes", "[1]"),
+        # Larger than every float: arithmetic would raise.
+        pytest.param("value", "1" + "0" * 308, id="a huge value"),
+        pytest.param("value", '{"lr":[-1' + "0" * 308 + "]}", id="a huge value inside"),
+        pytest.param("attributes", '{"dim":1' + "0" * 308 + "}", id="a huge attribute"),
     ],
 )
 def test_fields_of_another_type_are_refused(tmp_path: Path, column: str, text: str) -> None:
@@ -135,3 +154,19 @@ def test_fields_of_another_type_are_refused(tmp_path: Path, column: str, text: s
     writer.close()
     with pytest.raises(CorruptTraceError, match="is damaged"), Trace(path) as trace:
         trace.events(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        pytest.param(1 << 1024, hex(1 << 1024), id="alone"),
+        pytest.param([1, -(1 << 5000)], [1, hex(-(1 << 5000))], id="in a list"),
+        pytest.param(Path("data"), "data", id="no number"),
+    ],
+)
+def test_what_json_cannot_hold_is_kept_as_text(tmp_path: Path, given: Any, kept: Any) -> None:
+    with TraceWriter(tmp_path / "t", Run(stack="pytorch")) as writer:
+        Tape(writer, Policy()).emit("environment", "config.n", "out", given, kind="setting")
+    with Trace(tmp_path / "t") as trace:
+        assert [event.value for event in trace.events(0)] == [kept]
+    assert verify(tmp_path / "t").sound

@@ -143,6 +143,8 @@ def _bytes_of(block: NDArray[Any]) -> memoryview:
 
 def _blocks(array: NDArray[Any], chunk: tuple[int, ...]) -> Iterator[NDArray[Any]]:
     """The chunks of an array in C order. The last ones are padded, as Zarr wants it."""
+    if not array.size:
+        return  # `product` would unroll the other axes first
     starts = [range(0, size, part) for size, part in zip(array.shape, chunk, strict=True)]
     for corner in product(*starts):
         block = array[tuple(slice(at, at + part) for at, part in zip(corner, chunk, strict=True))]

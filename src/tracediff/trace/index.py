@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from tracediff.events import Event
+from tracediff.trace.documents import load_json
 from tracediff.trace.manifest import INDEX
 from tracediff.trace.sums import Marks, marks, sign, structure
 
@@ -213,7 +214,7 @@ def load_index(root: Path, rank: int, step: int, segment_bytes: int) -> StepInde
     try:
         if not file.is_file():  # opening a pipe waits for ever
             return None
-        found = json.loads(file.read_text(encoding="ascii"))
+        found = load_json(file.read_text(encoding="ascii"))
         if found.get("prefix") is not None:
             prefix = Prefix(**_typed(found["prefix"], _PREFIX))
             found["prefix"] = replace(prefix, totals=None)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tracediff.errors import CorruptTraceError, NotATraceError, TraceExistsError, TraceFormatError
 from tracediff.events import Run
+from tracediff.trace.documents import load_json
 from tracediff.trace.metadata import group_json
 from tracediff.trace.summary import plain
 
@@ -77,7 +78,7 @@ def _attributes(path: Path) -> dict[str, Any]:
             f"{path} is no trace (it has no {MANIFEST}): give the folder that tracediff recorded"
         )
     try:
-        document = json.loads(file.read_bytes())
+        document = load_json(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CorruptTraceError(f"{file} is damaged ({error}): record the run again") from None
     attributes = document.get("attributes") if isinstance(document, dict) else None
@@ -134,6 +135,14 @@ def write_atomically(file: Path, data: bytes) -> None:
         os.fsync(out.fileno())
     temporary.replace(file)
     sync_folder(file.parent)
+
+
+def size_of(file: Path) -> int:
+    """Bytes of a file that a folder lists; 0 where there is none, as behind a link to nothing."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,7 +24,14 @@ from tracediff.trace.index import (
     load_sums,
     step_index,
 )
-from tracediff.trace.manifest import MANIFEST, SEGMENTS, SNAPSHOTS, is_sealed, read_manifest
+from tracediff.trace.manifest import (
+    MANIFEST,
+    SEGMENTS,
+    SNAPSHOTS,
+    is_sealed,
+    read_manifest,
+    size_of,
+)
 from tracediff.trace.remote import Mirror, place, url_of
 from tracediff.trace.samples import SampleRows, place_of
 from tracediff.trace.seal import load_seal
@@ -370,7 +377,7 @@ class Trace:
             file.unlink()
 
     def _size(self, file: Path) -> int:
-        return self._mirror.size(file) if self._mirror else file.stat().st_size
+        return self._mirror.size(file) if self._mirror else size_of(file)
 
     def _columns(self, step: int) -> list[Event]:
         """The events of a step that stand one by one, which are all but those of a table."""

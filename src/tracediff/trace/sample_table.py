@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from tracediff.events import Event, Site
 from tracediff.trace.compression import CHUNK_BYTES
+from tracediff.trace.documents import load_json
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.metadata import check_shape
 from tracediff.trace.samples import (
@@ -93,7 +93,7 @@ class SampleTable:
         value, shape = None, ()
         if inner is None:
             text = self._read(TEXT, start, length).tobytes().decode("utf-8", "surrogatepass")
-            value = json.loads(text) if common["json"] else text
+            value = load_json(text) if common["json"] else text
         else:
             shape = (length // max(1, math.prod(inner)), *inner)
         return Event(
@@ -115,7 +115,7 @@ class SampleTable:
     def _own_attributes(self, row: int, length: int) -> Mapping[str, Any]:
         if not length:
             return {}
-        found = json.loads(self._read(ATTRIBUTES, int(self._own[row]), length).tobytes())
+        found = load_json(self._read(ATTRIBUTES, int(self._own[row]), length).tobytes())
         if not isinstance(found, dict):
             raise ValueError(f"the attributes of a row of samples are {str(found)[:40]}")
         return found

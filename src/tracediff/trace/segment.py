@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -25,6 +24,7 @@ from tracediff.trace.compression import (
     decompress,
     stated_size,
 )
+from tracediff.trace.documents import load_json
 from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
 from tracediff.trace.sample_table import SampleTable, parse_variants
@@ -82,7 +82,7 @@ class HierarchyReader:
                 raise ValueError(f"the consolidated metadata of {path} differs from its own")
 
     def _document(self, name: str) -> Any:
-        return json.loads(self.archive.read(name))
+        return load_json(self.archive.read(name))
 
     def _info(self, path: str) -> ArrayInfo:
         if path not in self._infos:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.errors import TraceError
+from tracediff.trace.documents import load_json
 from tracediff.trace.dtypes import storable
 from tracediff.trace.hierarchy import Hierarchy
 from tracediff.trace.manifest import FORMAT, MANIFEST, SNAPSHOTS
@@ -129,7 +130,7 @@ class SnapshotReader(HierarchyReader):
             text = found.get("snapshot")
             if (found.get("format"), found.get("step")) != (FORMAT, step) or type(text) is not str:
                 raise ValueError(f"it holds no snapshot of step {step} in format {FORMAT}")
-            tree = self._unpack(json.loads(text))
+            tree = self._unpack(load_json(text))
             if not isinstance(tree, dict):
                 raise ValueError("it holds no tree")
             return tree

@@ -46,6 +46,8 @@ QUANTILE_LIMIT: Final = 1 << 20
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 """Types of which a list is JSON as it stands."""
+_WIDEST: Final = 1023
+"""Bits of an integer that every reader takes: `documents.LARGEST_DIGITS` in binary."""
 
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _NO_QUANTILES: Final = (float("nan"),) * len(_QUANTILES)
@@ -67,8 +69,10 @@ def plain(value: Any) -> Any:
     """The JSON value that stands for `value`: what a trace keeps of texts, scalars and settings.
 
     Mappings get string keys, tuples and sets become lists, NumPy scalars and arrays their Python
-    values, and anything else its `str`.
+    values, and anything else its `str`. An integer beyond float64 is a text of hexadecimal digits.
     """
+    if isinstance(value, int) and value.bit_length() > _WIDEST:
+        return hex(value)
     if value is None or isinstance(value, bool | int | float | str):
         # Subclasses (enumerations, NumPy's float64) print in their own ways.
         for base in (bool, int, float, str):
@@ -80,7 +84,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
-        if _ATOMS.issuperset(map(type, value)):
+        types = set(map(type, value))
+        if types <= _ATOMS and (int not in types or all(map(_is_narrow, value))):
             return list(value)
         return [plain(item) for item in value]
     if isinstance(value, np.generic | np.ndarray):
@@ -88,9 +93,17 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def _is_narrow(value: Any) -> bool:
+    return type(value) is not int or value.bit_length() <= _WIDEST
+
+
 def digest_value(value: Any) -> bytes:
-    """xxh3-128 of a text (UTF-8, lone surrogates kept) or of the canonical JSON of a value."""
-    text = value if isinstance(value, str) else json.dumps(plain(value), sort_keys=True)
+    """xxh3-128 of a text (UTF-8, lone surrogates kept) or of the canonical JSON of a value.
+
+    Of what a trace keeps, that is, which may be a text where the value is none.
+    """
+    kept = value if isinstance(value, str) else plain(value)
+    text = kept if isinstance(kept, str) else json.dumps(kept, sort_keys=True)
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 

@@ -21,6 +21,7 @@ from tracediff.trace.manifest import (
     committed_segments,
     is_sealed,
     read_manifest,
+    size_of,
 )
 from tracediff.trace.reader import segment_files
 from tracediff.trace.remote import local_copy
@@ -123,7 +124,7 @@ def _check_rank(root: Path, rank: int, folder: Path, result: Verification) -> No
     for step, file in files:
         where = _within(root, file)
         result.steps += 1
-        result.bytes += file.stat().st_size
+        result.bytes += size_of(file)
         checked = check_segment(file, step)
         result.events += checked.events
         result.damage += [Damage(f"{where} {site}".strip(), what) for site, what in checked.faults]
