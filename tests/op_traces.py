@@ -53,6 +53,10 @@ class Stack:
         value = self._change(place.rpartition("@")[2], value)
         return value, self._emit(place, value, tuple(order for _, order in inputs), **facts)
 
+    def gradient(self, parameter: str, value: Value) -> None:
+        """The gradient of a parameter, as module level records it."""
+        self._tape.emit("backward", parameter, "grad", value[0], inputs=())
+
     def finish(self, result: Value) -> None:
         """Ends the run; `result` is the output of its model, or a gradient of its input."""
         port = "out" if self._phase == "forward" else "grad_in"

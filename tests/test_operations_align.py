@@ -262,6 +262,39 @@ def test_the_update_of_a_fused_parameter_is_paired_with_those_of_its_halves() ->
     )
 
 
+def test_the_moments_of_halves_before_the_first_update_belong_to_the_update() -> None:
+    a, b, grad, half = Run(), Run(), floats(16, 8), np.float32(0.5)
+    for run, parts in ((a, [grad]), (b, [grad[:8], grad[8:]])):
+        for number, part in enumerate(parts):
+            leaf = run.add(f"m.{number}@leaf", part, leaf=True)
+            moment = run.add(f"m.{number}@zeros", 0 * part, [leaf])
+            if run is a:
+                run.add(f"m.{number}@lerp", half * part, [moment, leaf])
+            else:
+                decayed = run.add(f"m.{number}@mul", 0 * part, [moment])
+                added = run.add(f"m.{number}@mul", half * part, [leaf])
+                run.add(f"m.{number}@add", half * part, [decayed, added])
+    pairs = align_operations(a.events, b.events, STACKS)[2]
+    assert {e.order for p in pairs for e in p.target.members} == {e.order for e in b.events}
+    zeros = [p for p in pairs if "zeros" in (p.baseline.event.op, p.target.event.op)]
+    assert {p.layout for p in zeros} == {"part"}
+
+
+def test_a_target_is_known_by_its_own_stack_s_names_inside_a_paired_module() -> None:
+    """Moments of experts, of which one stack has two in one."""
+    a, b, zero = Run(), Run(), floats(8, 8) * 0
+    for run, names_of in (
+        (a, ("experts.gate_up_proj", "experts.down_proj")),
+        (b, ("gate_proj", "up_proj", "down_proj")),
+    ):
+        for name in names_of:
+            place = f"m.mlp.{name}" if run is a else f"m.mlp.switch_mlp.{name}.weight"
+            run.add(f"{place}@zeros", np.concatenate([zero, zero]) if "_up_" in name else zero)
+    (pair,) = align_operations(a.events, b.events, STACKS, {"m.mlp": "m.mlp"})[2]
+    assert pair.baseline.event.site.path == "m.mlp.experts.down_proj@zeros"
+    assert pair.target.event.site.path == "m.mlp.switch_mlp.down_proj.weight@zeros"
+
+
 def test_a_rule_comes_first() -> None:
     import re
 

@@ -124,6 +124,40 @@ def test_the_operation_comes_before_the_module_around_it(tmp_path: Path) -> None
     assert first.path == "norm"
 
 
+def update(stack: Stack, rounds: int) -> None:
+    """A gradient, doubled and halved again on one side, and what an optimizer makes of it."""
+    generator = np.random.default_rng(0)
+    x, y = (
+        stack.leaf("root", generator.standard_normal((16, 16)).astype(np.float32)) for _ in range(2)
+    )
+    grad = stack.op("proj@matmul", lambda a, b: a @ b, x, y, phase="backward")
+    for factor in (2.0, 0.5)[:rounds]:
+        name = "mul" if factor == 2.0 else "div"
+        grad = stack.op(
+            f"proj@{name}", lambda g, f=factor: g * f, grad, phase="backward", operands=[None, 2.0]
+        )
+    stack.gradient("proj.weight", grad)
+    root = stack.op("proj.weight@abs", abs, grad, phase="optimizer")
+    stack.finish(stack.op("proj.weight@sqrt", np.sqrt, root, phase="optimizer"))
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-1, 0.0])
+def test_a_gradient_that_only_the_optimizer_reads_is_of_the_backward_pass(
+    tmp_path: Path, size: float
+) -> None:
+    """The other side has no such operation, and module level knows the gradient as well."""
+    update(Stack(tmp_path / "a", "pytorch"), rounds=0)
+    update(Stack(tmp_path / "b", "mlx", scaled("div", size)), rounds=2)
+    verdict = tracediff.bisect(tmp_path / "a", tmp_path / "b")
+    if not size:
+        assert verdict.outcome in ("identical", "equivalent")
+        return
+    first = verdict.first
+    assert first is not None
+    assert first.op["target"] == "div"
+    assert (first.stage, first.path, first.blame) == ("backward", "proj", "target")
+
+
 def test_two_traces_are_what_bisect_takes(capsys: pytest.CaptureFixture[str]) -> None:
     from tracediff.cli.app import main
 

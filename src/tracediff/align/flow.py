@@ -64,6 +64,7 @@ class Value:
         count: Number of its elements.
         members: That event, then those that lay the value out anew.
         inputs: Values that it was computed from.
+        zeros: Values that its layouts were made with besides, which change nothing.
         users: Values that were computed from it.
     """
 
@@ -76,6 +77,7 @@ class Value:
     is_leaf: bool
     members: list[Event] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
+    zeros: list[Value] = field(default_factory=list)
     users: list[Value] = field(default_factory=list)
 
 
@@ -124,6 +126,7 @@ class Flow:
             source = self._by_digest.get(same)
         if source is not None:
             source.members.append(event)
+            source.zeros += [each for each in inputs if not norm(each.event.fingerprint)]
             self.of_order[event.order] = source
             return
         value = _value(len(self.values), rename(module_of(event)), event)

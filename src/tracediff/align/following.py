@@ -169,7 +169,7 @@ def pair_parts(matching: Matching) -> None:
         partner = matching.partner[side]
         known: set[Value] = set()
         for value in matching.sides[side]:
-            if value not in partner or all(x in partner for x in value.inputs):
+            if value not in partner or all(x in partner for x in _made_of(value)):
                 continue
             inner, starts = _way_to(matching, side, value)
             new = [x for x in inner if x not in known]
@@ -184,7 +184,7 @@ def _way_to(matching: Matching, side: int, value: Value) -> tuple[list[Value], s
     """The unpaired values that one is computed through, and the paired ones that it starts from, as
     the baseline's; both halves of a value as the same one."""
     partner, back = matching.partner[side], matching.partner[1]
-    inner, starts, waiting = [], set(), list(value.inputs)
+    inner, starts, waiting = [], set(), _made_of(value)
     seen = {value}
     while waiting:
         each = waiting.pop()
@@ -198,3 +198,7 @@ def _way_to(matching: Matching, side: int, value: Value) -> tuple[list[Value], s
             inner.append(each)
             waiting.extend(() if is_zero else each.inputs)
     return inner, starts
+
+
+def _made_of(value: Value) -> list[Value]:
+    return [*value.inputs, *value.zeros]

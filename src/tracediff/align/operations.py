@@ -123,7 +123,7 @@ def _in_baseline_names(path: str, stacks: tuple[str, str], paths: Mapping[str, s
     owner, rest = path, ""
     while owner:
         if owner in paths:
-            return canonical(stacks[0], paths[owner] + rest)
+            return canonical(stacks[0], paths[owner] + canonical(stacks[1], rest))
         owner, rest = parent(owner), path[len(parent(owner)) :]
     return canonical(stacks[1], path)
 

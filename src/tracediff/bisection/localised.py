@@ -98,6 +98,13 @@ def _orders(finding: Finding) -> tuple[int, int]:
     return orders[0], orders[1]
 
 
+def _errs(finding: Finding) -> Event | None:
+    """The operation that errs, on the earlier side if both do: it may be of an earlier stage than
+    the exit of its span, as a parameter's gradient that an optimizer reads."""
+    found = [culprit for culprit in finding.culprits if culprit is not None]
+    return min(found, key=lambda event: STAGE_RANK[event.site.phase], default=None)
+
+
 def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
     exits = finding.pair.baseline.event, finding.pair.target.event
     named = [judge.counterpart(finding, side) for side in (0, 1)]
@@ -106,11 +113,12 @@ def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
     if finding.lacking is not None and finding.user is not None:
         issued[finding.lacking] = finding.user
     has = [side for side in (0, 1) if side != finding.lacking]
+    errs = _errs(finding) or (a, b)[has[0]]
     found = Divergence(
-        stage=a.site.phase,
+        stage=errs.site.phase,
         step=a.site.step,
         site=str(a.site),
-        path=module_of((a, b)[has[0]]),
+        path=module_of(errs),
         port=a.site.port,
         kind="value",
         call=a.site.call,
