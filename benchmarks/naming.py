@@ -19,11 +19,15 @@ from benchmarks.faults import run_mlx, run_pytorch
 from benchmarks.faults.job import Job
 from benchmarks.perturbing import Meter, Perturbation, perturbing
 from tracediff.align.flow import Flow, is_operation, name_of, output_of
-from tracediff.bisection.spans import Engine
+from tracediff.bisection.spans import Engine, is_float, norm
 from tracediff.events import Event
 from tracediff.trace import Trace
 
 SIZES = (1e-5, 1e-3, 1e-1)
+
+_ROUNDING = 2.0**-20
+"""Sixteen units of float32's roundoff: losses, gradients and updates that are no further apart are
+the same."""
 
 
 def record(
@@ -178,6 +182,8 @@ class Bench:
             outcome, why = _judge(verdict, case)
             if outcome != "named" and _is_rounding(perturbed, case.event):
                 outcome = "rounding"
+            elif outcome == "missed" and not _is_beyond_rounding(clean, perturbed, case.event):
+                outcome, why = "no effect", "undone"
         return Result(*facts, outcome, why, time.process_time() - started)
 
     def _perturbed(self, case: Case) -> Path:
@@ -215,6 +221,22 @@ def _has_effect(clean: Trace, perturbed: Trace, event: Event) -> bool:
     stages = ("loss", "backward", "optimizer", "trajectory")
     results = any(e.site.phase in stages and not is_operation(e) for e in changed)
     return results and any(e.order == event.order for e in changed)
+
+
+def _is_beyond_rounding(clean: Trace, perturbed: Trace, event: Event) -> bool:
+    """Whether training makes something else of a perturbed operation, and not of rounding alone:
+    what log-sum-exp subtracts it adds again."""
+    ports = ("update",) if event.site.phase == "optimizer" else ("out", "grad")
+    after = {e.order: e for e in perturbed.events(0)}
+    for before in clean.events(0):
+        if is_operation(before) or before.site.port not in ports or not is_float(before):
+            continue
+        if before.site.phase == "forward" or before.digest == after[before.order].digest:
+            continue
+        x, y = clean.array(before).astype(float), perturbed.array(after[before.order]).astype(float)
+        if norm(x - y) > _ROUNDING * norm(x):
+            return True
+    return False
 
 
 def _judge(verdict: Any, case: Case) -> tuple[str, str]:

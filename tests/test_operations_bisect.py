@@ -59,6 +59,18 @@ def scaled(name: str, size: float) -> Change:
     return change
 
 
+def once(change: Change) -> Change:
+    """The first operation that it alters, and no other."""
+    done: list[str] = []
+
+    def first(op: str, value: Array) -> Array:
+        altered = value if done else change(op, value)
+        done.extend([op] if altered is not value else [])
+        return altered
+
+    return first
+
+
 def test_two_correct_stacks_are_silent(tmp_path: Path) -> None:
     assert bisected(tmp_path).outcome == "equivalent"
 
@@ -122,6 +134,45 @@ def test_the_operation_comes_before_the_module_around_it(tmp_path: Path) -> None
     assert first is not None
     assert first.site == "0/forward/norm@pow#0:out"
     assert first.path == "norm"
+
+
+def experts(stack: Stack, seed: int, shape: tuple[int, ...]) -> None:
+    """Products of rows that each stack sorts in its own way, and sorts back."""
+    generator = np.random.default_rng(0)
+    x = stack.leaf("root", generator.standard_normal((24, 16)).astype(np.float32))
+    order = np.random.default_rng(seed).permutation(24)
+    places = [stack.leaf("router", ids) for ids in (order.reshape(shape[:-1]), np.argsort(order))]
+    w, v = (
+        stack.leaf("experts", generator.standard_normal((16, 16)).astype(np.float32))
+        for _ in range(2)
+    )
+    y = stack.op("sort@embedding", lambda table, ids: table[ids], x, places[0])
+    y = stack.op("experts@matmul", lambda a, b: a @ b, y, w)
+    args = {"shape": [24, 16]}
+    y = stack.op("sort@reshape", lambda a: a.reshape(24, 16), y, args=args)
+    z = stack.op("sort@embedding", lambda table, ids: table[ids], y, places[1])
+    stack.finish(stack.op("root@matmul", lambda a, b: a @ b, z, v))
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (24, 1, 16)], ids=["of one shape", "of two shapes"])
+@pytest.mark.parametrize("size", [1e-5, 0.0])
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_in_another_order_hide_no_small_error(
+    tmp_path: Path, side: int, size: float, shape: tuple[int, ...]
+) -> None:
+    changes = [same, same]
+    changes[side] = once(scaled("matmul", size))
+    experts(Stack(tmp_path / "a", "pytorch", changes[0]), 1, (24, 16))
+    experts(Stack(tmp_path / "b", "mlx", changes[1]), 2, shape)
+    verdict = tracediff.bisect(tmp_path / "a", tmp_path / "b")
+    if not size:
+        assert verdict.outcome in ("identical", "equivalent")
+        return
+    first = verdict.first
+    assert first is not None
+    site = first.target_site if side else first.site
+    assert site == "0/forward/experts@matmul#0:out"
+    assert first.blame == ("baseline", "target")[side]
 
 
 def update(stack: Stack, rounds: int) -> None:
