@@ -314,7 +314,8 @@ def cross_entropy(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
     """`dz = g (softmax(z) - onehot(label))`. Bridle, 1990, as in `reference_losses`.
 
     An exponential errs by its function and by its argument, which 16-bit implementations store as
-    the logarithm of the probability; the sum of V of them by `V u`, which is six spreads.
+    the logarithm of the probability; the sum of V of them by `V u`, which is six spreads. The
+    logits may be taken from their logarithm of a sum, which is rounded at its own size.
 
     Args:
         call: `in` (..., V) and `labels` (...), each a class.
@@ -324,12 +325,14 @@ def cross_entropy(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
     if wrt != "in" or labels.shape != logits.shape[:-1] or upstream.shape != labels.shape:
         return None
     data, g = wide(logits), wide(upstream)[..., None]
-    shifted = data - data.max(axis=-1, keepdims=True)
+    top = data.max(axis=-1, keepdims=True)
+    shifted = data - top
     weights = np.exp(shifted)
     total = weights.sum(axis=-1, keepdims=True)
     p = weights / total
     size = np.abs(shifted) + np.abs(np.log(total))
-    relative = arithmetic(call) * (_FUNCTION + size + logits.shape[-1] / LARGEST)
+    normaliser = np.abs(top + np.log(total))
+    relative = arithmetic(call) * (_FUNCTION + size + normaliser + logits.shape[-1] / LARGEST)
     if is_narrow(call):
         relative = together(relative, ROUNDING * storage(call) * size)
     value = p.copy()

@@ -42,6 +42,24 @@ def test_two_right_gradients_of_logits_that_are_apart() -> None:
     assert found.within
 
 
+def test_the_rounding_of_a_large_logarithm_of_a_sum_is_no_error() -> None:
+    """`exp(z - y)` with y of 24 in float32: every position is off by the rounding of its y, and the
+    labels, where the gradient is `p - 1`, are not."""
+    logits = (LOGITS * 4).astype(np.float32)
+    logits += np.float32(24) - logits.max(axis=-1, keepdims=True)
+    right = gradient(logits)
+    counts = LABELS >= 0
+    places = *np.nonzero(counts), LABELS[counts]
+    share = np.float32(1 / counts.sum())
+    y = np.log(np.exp(logits.astype(float)).sum(-1, keepdims=True)).astype(np.float32)
+    other = np.exp(logits - (y + np.float32(2e-6))) * share * counts[..., None]
+    other[places] -= share
+    event = Event(site=Site(0, "backward", "root", 0, "grad_out"), order=1, dtype="float32")
+    found = rule((event, event), (logits, logits), (right, other), REFERENCE)
+    assert found is not None
+    assert found.within
+
+
 @pytest.mark.parametrize("size", [1e-5, 1e-3])
 @pytest.mark.parametrize("side", ["baseline", "target"])
 def test_one_position_that_is_off_is_blamed(side: str, size: float) -> None:

@@ -28,6 +28,9 @@ _ELEMENTS: Final = 1 << 22
 _SAME_FACTOR: Final = 64.0
 """Units of roundoff by which the two factors may differ: each is fitted, and rounded."""
 
+_NORMAL: Final = 2.0**-126
+"""Smallest number of float32 that has all its bits."""
+
 _NAME: Final = "gradient of cross_entropy in"
 
 
@@ -92,10 +95,20 @@ def _fitted(
     found = reference.gradient(call, np.ones(labels.shape), "in")
     if found is None:
         return None
-    factor = float((found.value * g).sum() / (found.value**2).sum())
+    factor = _factor(found.value, found.spread, g)
     if not math.isfinite(factor) or factor <= 0:
         return None
     return _Fit(held(g, factor * found.value, factor * found.spread), factor)
+
+
+def _factor(value: Floats, spread: Floats, g: Floats) -> float:
+    """The factor that `g` is `value` times: least squares, each element by how well it is known. A
+    label's own is exact to its last bit where others err with the logarithm of the sum."""
+    known = np.abs(value) > _NORMAL
+    weighted = value[known] / np.maximum(spread[known], _NORMAL)
+    scaled = g[known] / np.maximum(spread[known], _NORMAL)
+    total = float((weighted**2).sum())
+    return float((weighted * scaled).sum()) / total if total else math.nan
 
 
 def _agree(a: float, b: float, events: tuple[Event, Event]) -> bool:
