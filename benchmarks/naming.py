@@ -132,10 +132,9 @@ class Bench:
 
     def _recorded(self, stack: str) -> Trace:
         path = self._folder / f"{stack}.zarr"
-        fresh = not path.exists()
-        if fresh or stack == "mlx":  # what a first run compiles is seen differently by a second
-            record(stack, self.family, self._folder / "first.zarr", layers=self.layers)
-        if fresh:
+        # What a first run of a process loads and compiles is seen differently by a second.
+        record(stack, self.family, self._folder / "first.zarr", layers=self.layers)
+        if not path.exists():
             record(stack, self.family, path, layers=self.layers)
         gc.freeze()  # recorders look through all objects, which takes half of a short recording
         return Trace(path)

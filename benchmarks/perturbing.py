@@ -106,16 +106,20 @@ def _mlx_perturbing(perturbation: Perturbation, meter: Meter) -> Iterator[None]:
 
     def run(self: Any, function: Any, plain: Any, args: Any, kwargs: Any) -> Any:
         def perturbed(*inner: Any, **named: Any) -> Any:
-            here = meter.is_at(perturbation, function.name) and not function.in_place
+            here = meter.is_at(perturbation, function.name)
             result = plain(*inner, **named)
             if not here:
                 return result
             meter.done = True
+            if function.in_place:
+                changed = inner[0]
+                changed *= _factor(changed, perturbation.size)
+                return result
             if isinstance(result, mx.array):
                 return _scaled(result, perturbation.size)
-            changed = list(result)
-            changed[perturbation.output] = _scaled(changed[perturbation.output], perturbation.size)
-            return type(result)(changed)
+            outputs = list(result)
+            outputs[perturbation.output] = _scaled(outputs[perturbation.output], perturbation.size)
+            return type(result)(outputs)
 
         return original(self, function, perturbed, args, kwargs)
 

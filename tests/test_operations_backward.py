@@ -1,4 +1,5 @@
-"""MLX's backward pass, of which only gradients are seen: the one that errs is named."""
+"""MLX's backward pass, of which only gradients are seen: the one that errs is named; and what
+PyTorch keeps for its own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 mx = pytest.importorskip("mlx.core")
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 import mlx.nn as nn  # noqa: E402
 
@@ -114,3 +115,46 @@ def test_the_gradient_that_errs_is_named(
 
 def test_the_same_twice_is_silent(clean: Trace, tmp_path: Path) -> None:
     assert tracediff.bisect(clean.path, record(tmp_path / "b")).outcome == "identical"
+
+
+# ---- what is kept for the backward pass ---------------------------------------------------------
+
+
+class Attending(torch.nn.Module):
+    """Attention by one kernel, which keeps the logarithm of a sum for its gradient, or by hand."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query = torch.nn.Linear(8, 8, bias=False)
+        self.fused = fused
+
+    def forward(self, x: Any) -> Any:
+        query = self.query(x)
+        if self.fused:
+            return torch.nn.functional.scaled_dot_product_attention(query, x, x)
+        return torch.softmax(query @ x.mT / 8**0.5, -1) @ x
+
+
+def attend(path: Path, fused: bool, perturbation: Perturbation | None = None) -> Trace:
+    meter, perturbed = Meter(), perturbation or Perturbation(-1, "", 0.0)
+    model, x = Attending(fused), torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(1))
+    with (
+        perturbing("pytorch", perturbed, meter),
+        tracediff.record(path, stack="pytorch", level="op") as meter.tape,
+    ):
+        model(x).square().mean().backward()
+    assert meter.done == (perturbation is not None)
+    return Trace(path)
+
+
+def test_what_is_kept_for_the_backward_pass_is_named_if_it_errs(tmp_path: Path) -> None:
+    """The formula of the gradient computes it anew, so that it does not lead to it there."""
+    plain, kernel = attend(tmp_path / "a", fused=False), attend(tmp_path / "b", fused=True)
+    assert tracediff.bisect(plain, kernel).outcome == "equivalent"
+    (kept,) = (e for e in kernel.events(0) if str(e.site).endswith("attention#0:out.1"))
+    perturbation = Perturbation(kept.order - 1, kept.op, 1e-3, output=1)
+    first = tracediff.bisect(plain, attend(tmp_path / "c", True, perturbation)).first
+    assert first is not None
+    assert (first.target_site, first.op["target"]) == (str(kept.site), kept.op)
+    assert (first.stage, first.blame, first.where["target"]) == ("forward", "target", kept.source)

@@ -175,6 +175,32 @@ def test_rows_in_another_order_hide_no_small_error(
     assert first.blame == ("baseline", "target")[side]
 
 
+def root_of_rest(stack: Stack, known: bool) -> None:
+    """The root of what is left of one, in operations that have formulas or in one that has none."""
+    x = stack.leaf("root", np.random.default_rng(0).random((8, 8)).astype(np.float32))
+    if known:
+        half = stack.op("opt@mul", lambda a: a * 0.5, x, operands=[None, 0.5])
+        rest = stack.op("opt@sub", lambda a: 1 - a, half, operands=[1.0, None])
+        with np.errstate(invalid="ignore"):
+            y = stack.op("opt@rsqrt", lambda a: 1 / np.sqrt(a), rest)
+    else:
+        y = stack.op("opt@fused", lambda a: 1 / np.sqrt(1 - a * 0.5), x)
+    stack.finish(y)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_errs_is_named_before_what_makes_nan_of_it(tmp_path: Path, side: int) -> None:
+    changes = [same, same]
+    changes[side] = scaled("mul", 9.0)
+    root_of_rest(Stack(tmp_path / "a", "pytorch", changes[0]), known=side == 0)
+    root_of_rest(Stack(tmp_path / "b", "mlx", changes[1]), known=side == 1)
+    first = tracediff.bisect(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    name = ("baseline", "target")[side]
+    assert (first.kind, first.op[name], first.blame) == ("nonfinite", "mul", name)
+    assert "rsqrt" in first.meaning
+
+
 def update(stack: Stack, rounds: int) -> None:
     """A gradient, doubled and halved again on one side, and what an optimizer makes of it."""
     generator = np.random.default_rng(0)

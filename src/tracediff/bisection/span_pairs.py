@@ -194,7 +194,10 @@ class SpanPair:
         if side == 1:
             effect = self._laid_over(effect)
         size = norm(self._counted(effect))
-        return size > 0 and seen >= _SHOWS * size
+        if not size:  # what was kept for the backward pass, whose formula computes it anew
+            scale = norm(self._counted(exact))
+            return seen > self._constants() * (scale or 1.0)
+        return seen >= _SHOWS * size
 
     def _wrong_operation(self, failing: Sequence[Check | None], real: Sequence[bool]) -> Finding:
         found = [c if yes else None for c, yes in zip(failing, real, strict=True)]
