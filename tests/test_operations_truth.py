@@ -20,6 +20,7 @@ import mlx.nn as nn  # noqa: E402
 from benchmarks.naming import record  # noqa: E402
 from benchmarks.operations import aligned  # noqa: E402
 from benchmarks.perturbing import signs  # noqa: E402
+from tracediff.align.flow import FEW, is_operation  # noqa: E402
 from tracediff.events import Event  # noqa: E402
 from tracediff.trace import Trace  # noqa: E402
 
@@ -37,6 +38,7 @@ SHARED: Rules = (
     (r"forward (?:self_attn|attn)@attention#0:out(?:\.0)?", "attention"),
     (r"forward layer@add#0:out", "hidden states and attention"),
     (r"forward layer@add#1:out", "hidden states and mlp"),
+    (r"loss root@slice#0:out", "logits that predict"),
 )
 PYTORCH: Rules = (
     *SHARED,
@@ -55,6 +57,11 @@ PYTORCH: Rules = (
     (rf"backward {CONV1D}@matmul#1:out", r"gradient of \1.weight"),
     (rf"backward {CONV1D}@matmul#0:out", r"gradient of the input of \1"),
     (rf"backward {LINEAR}@matmul#0:out", r"gradient of \1.weight"),
+    (r"loss root@log_softmax#0:out", "logarithms of probabilities"),
+    (r"loss root@nll_loss#0:out\.0", "loss"),
+    (r"backward root@nll_loss_backward#0:out", "gradient of the logarithms of probabilities"),
+    (r"backward root@log_softmax_backward#0:out", "gradient of the logits that predict"),
+    (r"backward root@slice_backward#0:out", "gradient of the logits"),
 )
 MLX: Rules = (
     *SHARED,
@@ -68,7 +75,59 @@ MLX: Rules = (
     (r"backward self_attn@reshape#3:grad_out", "gradient of attention"),
     (r"forward (?:embed_tokens|wte)@matmul#0:out", "product of lm_head"),
     (rf"backward {LINEAR}@transpose#0:grad_out", r"gradient of \1.weight"),
+    (r"loss root@sub#0:out", "logits less the largest"),
+    (r"loss root@take_along_axis#0:out", "what is left of the target's logit"),
+    (r"loss root@logsumexp#0:out", "logarithm of the sum"),
+    (r"loss root@sub#1:out", "loss of each target"),
+    (r"loss root@mul#0:out", "loss of each target that counts"),
+    (r"loss root@div#0:out", "loss"),
+    (r"backward root@sub#0:grad_out", "gradient of the logits that predict"),
+    (r"backward (?:lm_head|wte)@matmul#0:grad_out", "gradient of the logits"),
 )
+
+# AdamW by hand: PyTorch's lerp_, addcmul_ and addcdiv_ against MLX's multiplications and additions.
+# The moments are zero before the first update, so that what is added to them is the moment.
+UPDATE = {
+    "pytorch": {
+        "mul": "clipped gradient",
+        "zeros": "first moment before",
+        "zeros#1": "second moment before",
+        "mul#1": "decayed parameter",
+        "lerp": "first moment",
+        "addcmul": "second moment",
+        "sqrt": "root of the second moment",
+        "div": "corrected root",
+        "add": "denominator",
+        "addcdiv": "parameter",
+    },
+    "mlx": {
+        "mul": "clipped gradient",
+        "zeros": "first moment before",
+        "zeros#1": "second moment before",
+        "mul#1": "decayed parameter",
+        "mul#3": "first moment",
+        "add": "first moment",
+        "square#1": "squared gradient",
+        "mul#5": "second moment",
+        "add#1": "second moment",
+        "mul#6": "first moment by the rate",
+        "sqrt": "root of the second moment",
+        "mul#7": "corrected root",
+        "add#2": "denominator",
+        "div": "step",
+        "sub": "parameter",
+    },
+}
+OF_ALL = {
+    "pytorch": {
+        "norm": "norm of all",
+        "reciprocal": "limit over norm",
+        "clamp": "factor of clipping",
+    },
+    "mlx": {"sqrt": "norm of all", "div": "limit over norm", "minimum": "factor of clipping"},
+}
+"""What is computed from the gradients of all parameters."""
+
 RULES = {"pytorch": PYTORCH, "mlx": MLX}
 
 
@@ -79,6 +138,11 @@ def role(stack: str, event: Event) -> str | None:
     if event.attributes.get("leaf") and "weight" in str(event.attributes.get("name")):
         found = str(event.attributes["name"])
         return f"{site.phase} parameter " + re.sub(r"^(transformer|model)\.", "", found)
+    if site.phase == "optimizer":
+        call = f"{name}#{site.call}" if site.call else name
+        meaning = (OF_ALL if path == "root" else UPDATE)[stack].get(call)
+        owner = re.sub(r"^(transformer|model)\.", "", path)
+        return f"optimizer {owner}: {meaning}" if meaning else None
     layer = re.search(r"\b(?:layers|h)\.(\d+)", path)
     inner = re.sub(r"^.*\b(?:layers|h)\.\d+\.?", "", path) if layer else path
     inner = re.sub(r"^(?:model|transformer)\.", "", inner) or "layer"
@@ -86,9 +150,9 @@ def role(stack: str, event: Event) -> str | None:
     if inner == "c_proj":
         inner = path.split(".")[-2] + "_c_proj"
     text = f"{site.phase} {inner}@{name}#{site.call}:{site.port}"
-    for pattern, meaning in RULES[stack]:
+    for pattern, text_of in RULES[stack]:
         if match := re.fullmatch(pattern, text):
-            return f"layer {layer.group(1) if layer else '-'}: {match.expand(meaning)}"
+            return f"layer {layer.group(1) if layer else '-'}: {match.expand(text_of)}"
     return None
 
 
@@ -105,7 +169,7 @@ def judged(baseline: Trace, target: Trace) -> tuple[list[str], int, set[str]]:
         if a is None or b is None:
             continue
         spoken += 1
-        roles.add(b)
+        roles.add(a)
         if a != b:
             sites = pair.baseline.event.site, pair.target.event.site
             false.append(f"{sites[0]} is {a}, {sites[1]} is {b} ({pair.matched_by})")
@@ -113,7 +177,9 @@ def judged(baseline: Trace, target: Trace) -> tuple[list[str], int, set[str]]:
 
 
 def wanted(trace: Trace) -> set[str]:
-    found = {role(trace.run.stack, event) for event in trace.events(0)}
+    """The roles of a trace, without numbers and what else is too small to be known by its value."""
+    large = [e for e in trace.events(0) if is_operation(e) and e.fingerprint[0] >= FEW]
+    found = {role(trace.run.stack, event) for event in large}
     return {each for each in found if each is not None}
 
 
@@ -149,7 +215,7 @@ def test_there_are_no_false_pairs(
     baseline, target = traces[attention, family], traces["mlx", family]
     false, spoken, roles = judged(baseline, target)
     assert false == []
-    assert roles == wanted(baseline) & wanted(target)
+    assert roles >= wanted(baseline) & wanted(target)
     assert spoken >= len(roles)
 
 
@@ -175,4 +241,4 @@ def test_there_are_none_behind_a_divergence(
         false, _, roles = judged(baseline, target)
         both = wanted(baseline) & wanted(target)
     assert false == []
-    assert len(roles) >= 0.9 * len(both)
+    assert len(roles & both) >= 0.9 * len(both)
