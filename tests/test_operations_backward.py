@@ -113,6 +113,26 @@ def test_the_gradient_that_errs_is_named(
     assert first.blame == "target"
 
 
+@pytest.mark.parametrize(("size", "told"), [(0.1, "gives 1.1 times"), (-1.0, "gives nothing of")])
+def test_of_several_operations_that_read_a_value_one_is_named(
+    clean: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: float, told: str
+) -> None:
+    """Logits less their largest are read by log-sum-exp, and for the label, whose own part of the
+    gradient is -1/8 there: the loss is a mean of eight."""
+    part = -np.eye(24, dtype=np.float32)[np.array(LABELS)] / 8
+    monkeypatch.setattr(
+        "benchmarks.perturbing._scaled", lambda array, size: array + size * mx.array(part)
+    )
+    event = gradients(clean)["sub#0:grad_out"]
+    path = record(tmp_path / "b", Perturbation(event.order, event.op, size))
+    first = tracediff.bisect(clean.path, path).first
+    assert first is not None
+    assert first.target_site == str(event.site)
+    assert told in first.meaning
+    assert "mlx.take_along_axis" in first.meaning
+    assert "logsumexp" not in first.meaning
+
+
 def test_the_same_twice_is_silent(clean: Trace, tmp_path: Path) -> None:
     assert tracediff.bisect(clean.path, record(tmp_path / "b")).outcome == "identical"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from tracediff.align.flow import Flow, call_of, name_of, output_of
 from tracediff.events import Event
 from tracediff.replaying import Operation, Replayed, Replayer, Use
+
+_EXPLAINED: Final = 1 / 16
+"""The part of an error that a multiple of one use's gradient leaves, if it explains the error."""
 
 
 def is_cotangent(event: Event) -> bool:
@@ -83,14 +86,19 @@ class Cotangents:
         return known[-1] if known else None
 
     def pull_back(
-        self, reference: Replayer, event: Event, known: Mapping[int, NDArray[Any]]
+        self,
+        reference: Replayer,
+        event: Event,
+        known: Mapping[int, NDArray[Any]],
+        reads: Sequence[Read] | None = None,
     ) -> Replayed | None:
         """The gradient in float64; None where the derivative of a use is not known.
 
         Args:
             known: Order -> value of all that the gradient was computed from.
+            reads: The uses whose part of it is meant, all of them if it is None.
         """
-        reads = self.reads(event)
+        reads = self.reads(event) if reads is None else reads
         if not reads:
             return _seed() if event.shape == () else None
         uses = []
@@ -107,6 +115,33 @@ class Cotangents:
                 )
             )
         return reference.pull_back(uses, event.dtype)
+
+    def suspects(
+        self,
+        reference: Replayer,
+        event: Event,
+        known: Mapping[int, NDArray[Any]],
+        found: NDArray[Any],
+    ) -> tuple[tuple[Read, ...], float]:
+        """The uses of which one passed back something wrong, and the factor by which it did, if one
+        alone explains it: what is wrong is a multiple of what it should have passed back.
+
+        Args:
+            found: The gradient as it was recorded.
+        """
+        reads = self.reads(event)
+        parts = [self.pull_back(reference, event, known, (read,)) for read in reads]
+        values = [part.value for part in parts if part is not None]
+        if len(values) < len(reads) or len({read.event.order for read in reads}) < 2:
+            return reads, 1.0
+        error = found.astype(np.float64) - sum(values)
+        size = float((error**2).sum())
+        for read, value in zip(reads, values, strict=True):
+            own = float((value**2).sum())
+            factor = float((error * value).sum()) / own if own else 0.0
+            if float(((error - factor * value) ** 2).sum()) <= _EXPLAINED**2 * size:
+                return (read,), 1.0 + factor
+        return reads, 1.0
 
     def operation(self, event: Event, known: Mapping[int, NDArray[Any]]) -> Operation:
         """An operation with values for its inputs."""

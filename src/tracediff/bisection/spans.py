@@ -32,6 +32,9 @@ _TYPICAL: Final = 2.0
 _OTHERS: Final = 8
 """Calls of an operation that show whether its formula describes it."""
 
+_NONE: Final = 1e-3
+"""Part of a gradient up to which it is told as missing."""
+
 _KEPT: Final = 1 << 16
 """Bytes up to which a payload is kept once it was read."""
 
@@ -159,11 +162,17 @@ class Engine:
 
     def told(self, event: Event) -> str:
         """What an operation that is beyond its bound has done, for people."""
-        reads = self.cotangents.reads(event) if is_cotangent(event) else ()
-        if not reads:
+        found = self.array(event)
+        if not is_cotangent(event) or not self.cotangents.reads(event) or found is None:
             return f"{event.op} does not give what its formula gives"
+        known = {o: self.array(self.flow.events[o]) for o in self.flow.inputs[event.order]}
+        given = {order: array for order, array in known.items() if array is not None}
+        reads, factor = self.cotangents.suspects(_reference(), event, given, found)
         lines = dict.fromkeys(f"{read.event.op} ({read.event.source})" for read in reads)
-        return f"the backward pass of {' and '.join(lines)} does not give what its formula gives"
+        who, does = f"the backward pass of {' and '.join(lines)}", "does not give"
+        if factor != 1.0:
+            does = f"gives {factor:.6g} times" if abs(factor) > _NONE else "gives nothing of"
+        return f"{who} {does} what its formula gives"
 
     def keeps_elsewhere(self, event: Event) -> bool:
         """Whether an operation keeps to its formula wherever else it is executed: then the formula
