@@ -18,7 +18,7 @@ _PRIMARY_OUTPUTS: Final = ("logits", "last_hidden_state")
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each call, and that takes four times as long
 class Ports(Generic[Tensor]):
     """The tensors of one call by port name (`in`, `in.mask`, `out.1`, ...), the primary one first.
 
@@ -59,7 +59,8 @@ class PortNames(Generic[Tensor]):
     def inputs(self, names: Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ports[Tensor]:
         """The tensors that a function was called with: the primary one is `in`."""
         if len(args) == 1 and not kwargs and names and isinstance(args[0], self._tensor):
-            return Ports([("in", args[0])], [".".join(_positional(names, 0))], {})
+            name, variadic = names[0]
+            return Ports([("in", args[0])], [f"{name}.0" if variadic else name], {})
         skipped: dict[str, str] = {}
         found: list[tuple[tuple[str, ...], Tensor]] = []
         for index, value in enumerate(args):

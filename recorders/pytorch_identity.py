@@ -17,6 +17,10 @@ class ByIdentity(Generic[Value]):
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
+    def __len__(self) -> int:
+        """How many of them are alive."""
+        return len(self._entries)
+
     def get(self, thing: Any) -> Value | None:
         entry = self._entries.get(id(thing))
         return entry[1] if entry is not None and entry[0]() is thing else None

@@ -86,6 +86,7 @@ class Roots:
         self._paths: ByIdentity[str] = ByIdentity()
         self._named: ByIdentity[Named] = ByIdentity()
         self._settings: set[str] = set()
+        self._loaded: ByIdentity[tuple[int, ...]] = ByIdentity()
 
     def path_of(self, module: nn.Module) -> str | None:
         return self._paths.get(module)
@@ -150,6 +151,7 @@ class Roots:
         return len(self._roots) - 1
 
     def _forget(self, root: nn.Module) -> None:
+        self._loaded.forget(root)
         for _, module in named_modules(root):
             self._paths.forget(module)
         for tensor in (*root.parameters(), *root.buffers()):
@@ -157,6 +159,22 @@ class Roots:
 
     def _load(self, index: int, root: nn.Module) -> None:
         """Names what is new in a root and records it as loaded: all of it, at the first call."""
+        if self._loaded.get(root) != self._contents(root):
+            self._name(index, root)
+            self._loaded.set(root, self._contents(root))
+        self._checkpoints.emit()
+
+    def _contents(self, root: nn.Module) -> tuple[int, ...]:
+        """What tells that all in a root has its name: identities, and how many of what had names
+        are alive, as a new tensor may have the identity of an old one."""
+        found = [len(self._named), len(self._paths)]
+        for module in root.modules():
+            for held in (module._modules, module._parameters, module._buffers):
+                found += map(id, held.values())
+        return tuple(found)
+
+    def _name(self, index: int, root: nn.Module) -> None:
+        """Names and records what has no name yet."""
         modules = named_modules(root)
         for tensor, named in _named_tensors(index, modules):
             if self._named.get(tensor) is not None:
@@ -164,7 +182,6 @@ class Roots:
             self._named.set(tensor, named)
             if (array := to_numpy(tensor)) is not None:
                 self._emit(tensor, named, array)
-        self._checkpoints.emit()
         settings: dict[str, Any] = {}
         for name, module in modules:
             if self._paths.get(module) is None:

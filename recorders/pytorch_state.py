@@ -86,7 +86,7 @@ class State:
         """Names the events that the next loss may have been computed from."""
         self._sources = (self.tape.step, tuple(orders))
 
-    def emit_grad(self, frame: Frame, port: str, grad: torch.Tensor, dims: Sequence[str]) -> None:
+    def emit_grad(self, frame: Frame, port: str, grad: torch.Tensor, dims: tuple[str, ...]) -> None:
         """Records the gradient of a module's output."""
         if self.recording and (array := to_numpy(grad)) is not None:
             self.tape.emit_grad(frame, self.unique(frame.path, frame.call, port), array, dims=dims)

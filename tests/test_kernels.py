@@ -23,7 +23,8 @@ from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.summary import FINGERPRINT_FIELDS, fingerprint, sketch
 
 BLOCK = kernels.BLOCK
-QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
+SUMS = ("mean", "abs_mean", "l2", "third_moment", "fourth_moment")
 SIZES = (0, 1, 3, 127, 128, 129, 1023, 1024, 1025, 2 * BLOCK, 2 * BLOCK + 131)
 REAL = sorted(name for name, dtype in DTYPES.items() if dtype.kind != "c")
 
@@ -56,6 +57,11 @@ def values(name: str, size: int, seed: int = 0) -> NDArray[Any]:
     return array
 
 
+def statistics(array: NDArray[Any], full: bool = True) -> dict[str, float]:
+    found = kernels.fingerprint(array, full=full, ranked=full)
+    return dict(zip(kernels.STATISTICS, found, strict=True))
+
+
 def exact(array: NDArray[Any]) -> list[float | int]:
     """The elements as Python's numbers, by way of no kernel."""
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -72,15 +78,14 @@ def same(a: Any, b: Any) -> bool:
 @needs_c
 @pytest.mark.parametrize("name", REAL)
 def test_c_and_numpy_agree(name: str) -> None:
-    """To the bit, but for the sums of `moments`, whose rounding differs (see the next test)."""
+    """To the bit, but for sums in fingerprints, whose rounding differs (see the next test)."""
 
     def everything(a: NDArray[Any], b: NDArray[Any]) -> list[Any]:
         keep = np.random.default_rng(1).random(a.size) < 0.7
         found: list[Any] = [kernels.signed_buckets(a)]
         for full in (True, False):
-            moments = kernels.moments(a, full=full)
-            found += [moments[:3], moments[-2:]]
-        found += [kernels.order_statistics(a, QUANTILES)]
+            known = statistics(a, full)
+            found += [[known[name] for name in known if name not in SUMS]]
         for kept, scale in ((None, 1e-3), (keep, 30.0)):
             found.append(kernels.differences(a, b, kept, scale))
         found += [kernels.within(a, b, 1e-3, 1e-5), kernels.within(a, a.copy(), 0.0, 0.0)]
@@ -102,19 +107,23 @@ def test_moments_are_those_of_exact_arithmetic(engine: str, name: str) -> None:
     for size in (0, 1, 1025, BLOCK + 300):
         elements = exact(values(name, size))
         finite = [float(x) for x in elements if math.isfinite(x)]
-        found = kernels.moments(values(name, size), full=True)
-        assert found.nan == sum(math.isnan(x) for x in elements)
-        assert found.inf == sum(math.isinf(x) for x in elements)
-        assert found.zero == sum(x == 0 for x in elements)
+        found = statistics(values(name, size))
+        assert found["count"] == size
+        assert found["nan"] == sum(math.isnan(x) for x in elements)
+        assert found["inf"] == sum(math.isinf(x) for x in elements)
         if not finite:
+            assert list(found.values())[3:] == [0] * 13
             continue
-        assert (found.low, found.high) == (min(finite), max(finite))
-        for power, total in ((1, found.sum), (2, found.square), (3, found.cube), (4, found.fourth)):
-            powers = [math.prod([x] * power) for x in finite]
+        assert found["zero"] == sum(x == 0 for x in finite)
+        assert (found["min"], found["max"]) == (min(finite), max(finite))
+        means = found["mean"], found["l2"] ** 2, found["third_moment"], found["fourth_moment"]
+        for power, mean in enumerate(means, 1):
+            count = 1 if power == 2 else len(finite)
+            powers = [math.prod([x] * power) / count for x in finite]
             if max(map(abs, powers)) < 1e300:  # no sum of them leaves float64
                 sizes = math.fsum(map(abs, powers))
-                assert total == pytest.approx(math.fsum(powers), abs=1e-14 * sizes)
-                assert power > 1 or found.abs == pytest.approx(sizes, rel=1e-14)
+                assert mean == pytest.approx(math.fsum(powers), abs=1e-14 * sizes)
+                assert power > 1 or found["abs_mean"] == pytest.approx(sizes, rel=1e-14)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -122,9 +131,8 @@ def test_order_statistics_are_those_of_a_sorted_list(engine: str, name: str) -> 
     for size in (0, 1, 25, 3000):
         array = values(name, size)
         ordered = sorted(x for x in exact(array) if math.isfinite(x))
-        ranks = [int(q * (len(ordered) - 1)) for q in QUANTILES]
-        expected = [float(ordered[rank]) if ordered else math.nan for rank in ranks]
-        assert same(kernels.order_statistics(array, QUANTILES), expected)
+        for field, q in QUANTILES.items() if ordered else ():
+            assert statistics(array)[field] == float(ordered[int(q * (len(ordered) - 1))])
 
 
 @pytest.mark.parametrize(
@@ -138,8 +146,30 @@ def test_order_statistics_are_those_of_a_sorted_list(engine: str, name: str) -> 
 )
 def test_order_statistics_of_crowded_values(engine: str, array: NDArray[Any]) -> None:
     ordered = sorted(array.tolist())
-    expected = [float(ordered[int(q * (array.size - 1))]) for q in QUANTILES]
-    assert kernels.order_statistics(array, QUANTILES) == tuple(expected)
+    expected = {name: float(ordered[int(q * (array.size - 1))]) for name, q in QUANTILES.items()}
+    assert statistics(array).items() >= expected.items()
+
+
+def test_what_is_left_out_of_a_fingerprint_is_nan(engine: str) -> None:
+    found = statistics(np.arange(5.0), full=False)
+    assert {name for name, number in found.items() if math.isnan(number)} == {
+        *QUANTILES,
+        "third_moment",
+        "fourth_moment",
+    }
+
+
+@needs_c
+def test_sketches_agree_where_the_c_code_keeps_no_table() -> None:
+    """It keeps the places of the first 64 blocks of 65,536 elements."""
+    array = np.zeros((1 << 22) + 1000, np.int8)
+    array[-1500:] = values("int8", 1500)
+    found = []
+    for name in ("native", "numpy"):
+        with kernels.using(name):
+            found.append(kernels.signed_buckets(array))
+    assert same(*found)
+    assert found[0].any()
 
 
 def test_a_sketch_adds_signed_elements_to_hashed_buckets(engine: str) -> None:
@@ -323,9 +353,7 @@ def test_buffers_that_do_not_belong_together_are_refused() -> None:
         with pytest.raises(ValueError, match=r"belong together|no code"):
             _native.differences(*wrong)
     with pytest.raises(ValueError, match="not aligned"):
-        _native.moments(np.zeros(17, np.uint8)[1:], 12, False)
-    with pytest.raises(ValueError, match="ascend"):
-        _native.order_statistics(a, 12, 0.5, 0.1)
+        _native.fingerprint(np.zeros(17, np.uint8)[1:], 12, False, False)
 
 
 def test_the_environment_can_leave_the_c_code_unused() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+_T = TypeVar("_T")
 
 STAGES: Final = (
     "environment",
@@ -57,13 +59,23 @@ _SITE = re.compile(
 _SAMPLE = re.compile(r"sample\[(0|[1-9]\d{0,17})\]\.(.+)", re.DOTALL)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _value(*, order: bool = False, kw_only: bool = False) -> Callable[[type[_T]], type[_T]]:
+    """A dataclass that is frozen for the type checker, and only for it.
+
+    A run makes an `Event` and a `Site` for each value, and to set the fields of an instance that
+    Python keeps frozen takes four times as long.
+    """
+    return dataclass(slots=True, unsafe_hash=True, order=order, kw_only=kw_only)
+
+
 def sample_step(path: str) -> tuple[int, str] | None:
     """Index and step of a rendered sample, from a path such as `sample[17].text`; else None."""
     match = _SAMPLE.fullmatch(path)
     return (int(match[1]), match[2]) if match else None
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@_value(order=True)
 class Site:
     """Where a value is recorded, printed `step/phase/path#call:port`.
 
@@ -102,7 +114,7 @@ class Site:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_value(kw_only=True)
 class Event:
     """One recorded value. The payload is not a field: `trace.read(event)` fetches it.
 

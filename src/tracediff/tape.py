@@ -218,16 +218,31 @@ class Tape:
         """The last call of `path` in this step."""
         return self._frames.get(path)
 
-    def emit_in(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
+    def emit_in(
+        self,
+        frame: Frame,
+        port: str,
+        array: NDArray[Any],
+        dims: tuple[str, ...] = (),
+        attributes: Mapping[str, Any] | None = None,
+    ) -> int:
         """Records an input of a call. Its inputs are what the calling code could have used."""
         inputs = frame.parent.available() if frame.parent else self._from_batch(array)
-        order = self._emit_call(frame, port, array, inputs, extra)
+        order = self._emit_call(frame, frame.phase, port, array, inputs, dims, attributes)
         frame.ins.append(order)
         return order
 
-    def emit_out(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
+    def emit_out(
+        self,
+        frame: Frame,
+        port: str,
+        array: NDArray[Any],
+        dims: tuple[str, ...] = (),
+        attributes: Mapping[str, Any] | None = None,
+    ) -> int:
         """Records an output of a call, computed from its inputs and its children's outputs."""
-        order = self._emit_call(frame, port, array, frame.available(), extra)
+        inputs = frame.available()
+        order = self._emit_call(frame, frame.phase, port, array, inputs, dims, attributes)
         frame.outs.append(order)
         return order
 
@@ -246,46 +261,41 @@ class Tape:
         replaced = set(ports.values())
         frame.ins[:] = [*(kept for kept in frame.ins if kept not in replaced), order]
 
-    def emit_grad(self, frame: Frame, port: str, array: NDArray[Any], **extra: Any) -> int:
+    def emit_grad(
+        self, frame: Frame, port: str, array: NDArray[Any], dims: tuple[str, ...] = ()
+    ) -> int:
         """Records the gradient of the loss with respect to an output of a past call.
 
         Where the call was in an earlier step (a generator, whose loss comes after the update of
         the discriminator), the gradient has no edges: orders count within a step.
         """
-        same_step = frame.step == self.step
-        order = self.emit(
-            "backward",
-            frame.path,
-            port,
-            array,
-            call=frame.call,
-            op=frame.op,
-            source=frame.source,
-            inputs=frame.downstream() if same_step else (),
-            **extra,
-        )
-        if same_step:
+        order = self._emit_call(frame, "backward", port, array, frame.downstream(), dims)
+        if frame.step == self.step:
             frame.grads.append(order)
         return order
 
     def _emit_call(
         self,
         frame: Frame,
+        phase: str,
         port: str,
         array: NDArray[Any],
         inputs: tuple[int, ...],
-        extra: Mapping[str, Any],
+        dims: tuple[str, ...],
+        attributes: Mapping[str, Any] | None = None,
     ) -> int:
         return self.emit(
-            frame.phase,
+            phase,
             frame.path,
             port,
             array,
+            kind="tensor",
             call=frame.call,
             op=frame.op,
             source=frame.source,
+            dims=dims,
             inputs=inputs if frame.step == self.step else (),
-            **extra,
+            attributes=attributes,
         )
 
     # ---- values ----------------------------------------------------------------------------
@@ -316,7 +326,8 @@ class Tape:
         if isinstance(value, np.generic):
             value = np.asarray(value)
         is_array = isinstance(value, np.ndarray)
-        kind = kind or ("tensor" if is_array else "text" if isinstance(value, str) else "setting")
+        if kind is None:
+            kind = "tensor" if is_array else "text" if isinstance(value, str) else "setting"
         with self._lock:
             step = self.step
             if self.rerun is not None and self.rerun.skips(step):
@@ -328,17 +339,7 @@ class Tape:
             order = self._order
             self._order = order + 1
             keep, sketches = self._kept.get((phase, kind)) or self._keeps(phase, kind, path)
-            buckets = None
-            if phase == "rendering" and sample_step(path) is not None:
-                self.seen_samples = True
-                summary = _only_digest(value)
-            elif is_array:
-                summary = self._summary(value, bool(sketches))
-                if sketches:
-                    whole = summary.sketch
-                    buckets = whole if sketches == "whole" or whole is None else shortened(whole)
-            else:
-                summary = _only_digest(value)
+            summary, buckets = self._summarised(phase, path, value, sketches)
             event = Event(
                 site=Site(step, phase, path, call, port),
                 order=order,
@@ -361,6 +362,20 @@ class Tape:
                 self.loaded[path] = summary.digest, summary.dtype
         return order
 
+    def _summarised(
+        self, phase: str, path: str, value: Any, sketches: str
+    ) -> tuple[Summary, NDArray[np.float64] | None]:
+        """The summary of a value, and the sketch that is kept of it."""
+        is_sample = phase == "rendering" and sample_step(path) is not None
+        self.seen_samples |= is_sample
+        if not isinstance(value, np.ndarray):
+            return Summary(digest_value(value)), None
+        if is_sample:
+            return Summary(digest(value), _name_of(value.dtype)), None
+        summary = self._summary(value, bool(sketches))
+        whole = summary.sketch if sketches else None
+        return summary, whole if sketches == "whole" or whole is None else shortened(whole)
+
     def _keeps(self, phase: str, kind: str, path: str) -> tuple[bool, str]:
         """Whether the payload of an event is kept, and otherwise what sketch."""
         keep = self.policy.keeps_payload(self.step, phase, kind, path)
@@ -375,6 +390,7 @@ class Tape:
         Most values pass several ports unchanged, and frozen weights stay as they are. The digest is
         taken each time: memory can be written to in ways that no framework counts.
         """
+        array = np.ascontiguousarray(array)  # once for all that is computed of it
         of_value, dtype = digest(array), _name_of(array.dtype)
         key = of_value, dtype
         known = self._summaries.get(key)
@@ -414,12 +430,6 @@ class Tape:
         """Records settings as events of the environment stage; `path` is the dotted name."""
         for name, value in settings.items():
             self.emit("environment", name, "out", value, kind="setting")
-
-
-def _only_digest(value: Any) -> Summary:
-    if isinstance(value, np.ndarray):
-        return Summary(digest(value), _name_of(value.dtype))
-    return Summary(digest_value(value))
 
 
 @functools.lru_cache

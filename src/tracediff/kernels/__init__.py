@@ -4,10 +4,10 @@ The C code is an optional extension: where no compiler was at hand when the pack
 NumPy does the work. Counts, extremes, order statistics, sketches and distances in units in the last
 place are the same in both. Sums are taken in float64: in C in one order, whatever the machine and
 the number of threads (element i of a block of `BLOCK` is added to a lane, in order of i; the lanes
-of a block are folded in halves). `differences` has that order in NumPy as well; `moments` differs
-there by the rounding of the sums.
+of a block are folded in halves). `differences` has that order in NumPy as well; `fingerprint`
+differs there by the rounding of the sums.
 
-Arrays are flat and contiguous, of any dtype that a trace can hold.
+Arrays are flat (or C-contiguous, where only one is given) and of any dtype that a trace can hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,24 +39,25 @@ _THREADS: Final = 8
 """More of them wait for the memory."""
 
 
-class Moments(NamedTuple):
-    """Counts of what is no finite number, and of the finite elements their extremes and sums.
-
-    `cube` and `fourth` are 0 unless asked for; without finite elements `low` is inf and `high`
-    -inf.
-    """
-
-    nan: int
-    inf: int
-    zero: int
-    sum: float
-    abs: float
-    square: float
-    cube: float
-    fourth: float
-    low: float
-    high: float
-
+STATISTICS: Final = (
+    "count",
+    "nan",
+    "inf",
+    "zero",
+    "mean",
+    "abs_mean",
+    "l2",
+    "third_moment",
+    "fourth_moment",
+    "min",
+    "q05",
+    "q25",
+    "q50",
+    "q75",
+    "q95",
+    "max",
+)
+"""What `fingerprint` finds, in order. Moments and quantiles are of the finite elements."""
 
 FIGURES: Final = ("max_abs", "delta", "a", "b", "worst", "different", "nonfinite", "used")
 """What `differences` finds for each block. All but `nonfinite` leave out what is not finite on both
@@ -105,18 +106,14 @@ def using(name: str) -> Iterator[None]:
         _engine = before
 
 
-def moments(flat: NDArray[Any], *, full: bool) -> Moments:
-    """Counts, extremes and power sums; see `Moments`. `full` adds third and fourth powers."""
-    return Moments(*_engine.moments(flat, full))
-
-
-def order_statistics(flat: NDArray[Any], quantiles: tuple[float, ...]) -> tuple[float, ...]:
-    """The finite element of rank `int(q * (n - 1))` for each quantile q, NaN if there is none.
+def fingerprint(flat: NDArray[Any], *, full: bool, ranked: bool) -> tuple[float, ...]:
+    """One number per name in `STATISTICS`; all but the counts are 0 without finite elements.
 
     Args:
-        quantiles: At most 16 in ascending order, from 0 to 1.
+        full: Whether to find the third and fourth moment, which are NaN otherwise.
+        ranked: Likewise the quantiles: of n finite elements, the one of rank `int(q * (n - 1))`.
     """
-    found: tuple[float, ...] = _engine.order_statistics(flat, quantiles)
+    found: tuple[float, ...] = _engine.fingerprint(flat, full, ranked)
     return found
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 1:
+if _native.interface != 2:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _NAMES: Final = (
@@ -43,14 +43,9 @@ def _typed(flat: NDArray[Any]) -> tuple[NDArray[Any], int]:
     return flat.view(np.uint16) if code == _BFLOAT16 else flat, code
 
 
-def moments(flat: NDArray[Any], full: bool) -> tuple[float, ...]:
-    """See `tracediff.kernels.moments`."""
-    return _native.moments(*_typed(flat), full)
-
-
-def order_statistics(flat: NDArray[Any], quantiles: tuple[float, ...]) -> tuple[float, ...]:
-    """See `tracediff.kernels.order_statistics`."""
-    return _native.order_statistics(*_typed(flat), *quantiles)
+def fingerprint(flat: NDArray[Any], full: bool, ranked: bool) -> tuple[float, ...]:
+    """See `tracediff.kernels.fingerprint`."""
+    return _native.fingerprint(*_typed(flat), full, ranked)
 
 
 def signed_buckets(flat: NDArray[Any]) -> NDArray[np.float64]:

@@ -16,21 +16,38 @@ SKETCH_SIZE: Final = 256
 _PART: Final = 1 << 13
 """Fits the cache, and is below the 10,000 elements from which OpenBLAS uses threads."""
 _ONES: Final = np.ones(_PART)
+_QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _SKETCH_BLOCK: Final = 1 << 16
 _SKETCH_SEED: Final = 0x9E3779B97F4A7C15
 _INTEGER_OF_WIDTH: Final = {1: "i1", 2: "i2", 4: "i4", 8: "i8"}
 
 
-def moments(flat: NDArray[Any], full: bool) -> tuple[float, ...]:
-    """See `tracediff.kernels.moments`. Sums differ from those of the C code by their rounding: in
-    its order they would take three times as long here."""
+def fingerprint(array: NDArray[Any], full: bool, ranked: bool) -> tuple[float, ...]:
+    """See `tracediff.kernels.fingerprint`. Sums differ from those of the C code by their rounding:
+    in its order they would take three times as long here."""
+    flat = array.reshape(-1)
     found = _Moments(full)
     buffers = np.empty((2, min(flat.size, _PART)))
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, flat.size, _PART):
             found.add(flat[start : start + _PART], buffers)
-    sums = (found.sum, found.abs, found.square, found.cube, found.fourth)
-    return (found.nan, found.inf, found.zero, *sums, found.low, found.high)
+    count = flat.size - found.nan - found.inf
+    if not count:
+        return (float(flat.size), float(found.nan), float(found.inf), *([0.0] * 13))
+    statistics = (
+        found.zero,
+        found.sum / count,
+        found.abs / count,
+        math.sqrt(found.square),
+        found.cube / count if full else math.nan,
+        found.fourth / count if full else math.nan,
+        found.low,
+        *(_order_statistics(flat) if ranked else [math.nan] * len(_QUANTILES)),
+        found.high,
+    )
+    # Adding zero makes -0.0 the 0.0 that it equals, so that one value has one fingerprint.
+    counts = (float(flat.size), float(found.nan), float(found.inf))
+    return counts + tuple([number + 0.0 for number in statistics])
 
 
 class _Moments:
@@ -90,19 +107,18 @@ def _folded(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     return lanes[:, 0]
 
 
-def order_statistics(flat: NDArray[Any], quantiles: tuple[float, ...]) -> tuple[float, ...]:
-    """See `tracediff.kernels.order_statistics`."""
+def _order_statistics(flat: NDArray[Any]) -> list[float]:
+    """The finite elements at `_QUANTILES`; there is one."""
     values = flat.astype(np.float32 if flat.dtype.itemsize < 4 else flat.dtype, copy=True)
     if values.dtype.kind == "f":
         values = values[np.isfinite(values)]
-    if not values.size:
-        return (math.nan,) * len(quantiles)
     values.sort()  # vectorised, and far quicker here than a partition at five ranks
-    return tuple(float(values[int(q * (values.size - 1))]) for q in quantiles)
+    return [float(values[int(q * (values.size - 1))]) for q in _QUANTILES]
 
 
-def signed_buckets(flat: NDArray[Any]) -> NDArray[np.float64]:
+def signed_buckets(array: NDArray[Any]) -> NDArray[np.float64]:
     """See `tracediff.kernels.signed_buckets`."""
+    flat = array.reshape(-1)
     total = np.zeros(SKETCH_SIZE)
     for start in range(0, flat.size, _SKETCH_BLOCK):
         buckets, signs = _buckets(start)

@@ -41,6 +41,8 @@ _MAX16: Final = 0xFFFF
 _MODE: Final = 0o100644 << 16
 
 _ZEROS: Final = bytes(ALIGNMENT)
+_MOST_PARTS: Final = 1024
+"""Of one write: the least limit (IOV_MAX) that systems have."""
 
 Bytes = bytes | memoryview
 
@@ -94,6 +96,8 @@ class ArchiveWriter:
     def _write(self, *parts: Bytes) -> None:
         """Writes all parts, however many bytes the system takes at a time."""
         total = sum(map(len, parts))
+        if len(parts) > _MOST_PARTS:
+            parts = (b"".join(parts),)
         written = os.writev(self._fd, parts)
         if written < total:
             rest = memoryview(b"".join(parts))[written:]

@@ -42,7 +42,7 @@ _JSON: Final[Mapping[str, Callable[[Event], Any]]] = {
     "dims": attrgetter("dims"),
     "inputs": attrgetter("inputs"),
     "value": attrgetter("value"),
-    "attributes": attrgetter("attributes"),
+    "attributes": lambda event: event.attributes or None,
 }
 _INTEGERS: Final[Mapping[str, Callable[[Event], int]]] = {
     "order": attrgetter("order"),
@@ -116,7 +116,8 @@ class Encoder:
             if name in _ITEMS:
                 columns[name] = self._column(name, rows, _dump_tuple)
             else:  # equal values need not have equal JSON: 1 and true
-                columns[name] = self._column(name, [_dump(name, row) for row in rows], str)
+                texts = ["" if row is None else _encode_json(row) for row in rows]
+                columns[name] = self._column(name, texts, str)
         return columns
 
     def _column(self, name: str, rows: list[Any], text_of: Callable[[Any], str]) -> Texts:
@@ -237,14 +238,8 @@ def decode_strings(data: bytes, count: int) -> list[str]:
     return list(VLenUTF8().decode(data))
 
 
-def _dump(name: str, value: Any) -> str:
-    """JSON in ASCII, so that lone surrogates survive; "" for what most events do not have."""
-    if value is None or (name == "attributes" and not value):
-        return ""
-    return _encode_json(value)
-
-
 _encode_json: Final = json.JSONEncoder(separators=(",", ":")).encode
+"""In ASCII, so that lone surrogates survive."""
 
 
 @lru_cache(maxsize=1 << 12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -52,6 +53,7 @@ class Hierarchy:
         self._final = final
         self._archive = ArchiveWriter(final.with_name(f".{final.name}.tmp"))
         self._described: set[str] = set()
+        self._held: list[tuple[str, Bytes]] | None = None
         self.nodes: dict[str, str] = {}
         self.groups: dict[str, Mapping[str, Any]] = {}
 
@@ -100,11 +102,13 @@ class Hierarchy:
         """
         for path in parents(self.nodes):
             self.nodes[path] = group_json(self.groups.get(path, {}))
-        for path, document in self.nodes.items():
-            if path not in self._described:
-                self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
-        root = group_json({"tracediff": dict(attributes)}, self.nodes)
-        self._archive.add(MANIFEST, root.encode("ascii"))
+        documents = {
+            f"{path}/{MANIFEST}": document
+            for path, document in self.nodes.items()
+            if path not in self._described
+        }
+        documents[MANIFEST] = group_json({"tracediff": dict(attributes)}, self.nodes)
+        self._archive.add_all(*((name, text.encode("ascii")) for name, text in documents.items()))
         self._archive.close()
         self._archive.path.rename(self._final)
         sync_folder(self._final.parent)
@@ -116,10 +120,24 @@ class Hierarchy:
         self._described.add(path)
         entries = [(f"{path}/{MANIFEST}", document.encode("ascii"))]
         for key, data in chunks:
-            self._archive.add_all(*entries, (f"{path}/{key}", data))
+            self._write(*entries, (f"{path}/{key}", data))
             entries = []
         if entries:  # an empty array has no chunks
+            self._write(*entries)
+
+    def _write(self, *entries: tuple[str, Bytes]) -> None:
+        if self._held is None:
             self._archive.add_all(*entries)
+        else:
+            self._held += entries
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Writes what is appended in the block in one go at its end: many small arrays."""
+        self._held = []
+        yield
+        held, self._held = self._held, None
+        self._archive.add_all(*held)
 
     def abandon(self) -> None:
         """Closes and removes the file."""

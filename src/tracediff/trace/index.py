@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -133,11 +134,12 @@ def step_index(
         events: Those of the columns, in any order.
         samples: Number of rows in the table of samples, and their root.
     """
-    ordered = sorted(events, key=lambda event: event.order)
-    identities = list(map(_identity, ordered))
-    by_phase: dict[str, list[bytes]] = {}
-    for event, identity in zip(ordered, identities, strict=True):
-        by_phase.setdefault(event.site.phase, []).append(identity)
+    ordered = sorted(events, key=attrgetter("order"))
+    identities = _identities(ordered)
+    phases = [event.site.phase for event in ordered]
+    by_phase: dict[str, list[bytes]] = {phase: [] for phase in phases}
+    for phase, identity in zip(phases, identities, strict=True):
+        by_phase[phase].append(identity)
     return StepIndex(
         step=step,
         events=len(ordered) + samples[0],
@@ -152,8 +154,8 @@ def step_index(
         values=_digest(
             (
                 identity
-                for event, identity in zip(ordered, identities, strict=True)
-                if event.site.phase not in ("environment", "rng")
+                for phase, identity in zip(phases, identities, strict=True)
+                if phase not in ("environment", "rng")
             ),
             samples[1],
         ),
@@ -279,18 +281,18 @@ def _number(step: int, digest: str) -> int:
     return int(xxhash.xxh3_128_hexdigest(f"{step}:{digest}".encode("utf-8", "replace")), 16)
 
 
-def _identity(event: Event) -> bytes:
-    """Site, dtype, shape and digest of an event, without the step's number."""
-    site = event.site
-    return (
-        _head(site.phase, site.path, site.call, site.port, event.dtype, event.shape) + event.digest
-    )
+def _identities(events: Sequence[Event]) -> list[bytes]:
+    """Site, dtype, shape and digest of each event, without the step's number."""
+    fields = [
+        (e.site.phase, e.site.path, e.site.call, e.site.port, e.dtype, e.shape) for e in events
+    ]
+    return [head + event.digest for head, event in zip(_heads(tuple(fields)), events, strict=True)]
 
 
-@lru_cache(maxsize=1 << 14)
-def _head(*fields: Any) -> bytes:
-    """The same in every step."""
-    return repr(fields).encode("utf-8", "backslashreplace")
+@lru_cache(maxsize=8)
+def _heads(events: tuple[tuple[object, ...], ...]) -> list[bytes]:
+    """The same in most steps."""
+    return [repr(fields).encode("utf-8", "backslashreplace") for fields in events]
 
 
 def _digest(identities: Iterable[bytes], samples: bytes = b"") -> str:

@@ -73,7 +73,8 @@ class SegmentWriter:
             "events": len(self.events),
         }
         try:
-            self._write_columns()
+            with self._file.at_once():
+                self._write_columns()
             self._finish_samples()
             return self._file.commit(attributes)
         except BaseException:

@@ -16,27 +16,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from tracediff.kernels import SKETCH_SIZE as SKETCH_SIZE
-from tracediff.kernels import moments, order_statistics, signed_buckets
+from tracediff.kernels import STATISTICS, signed_buckets
+from tracediff.kernels import fingerprint as statistics_of
 
-FINGERPRINT_FIELDS: Final = (
-    "count",
-    "nan",
-    "inf",
-    "zero",
-    "mean",
-    "abs_mean",
-    "l2",
-    "third_moment",
-    "fourth_moment",
-    "min",
-    "q05",
-    "q25",
-    "q50",
-    "q75",
-    "q95",
-    "max",
-)
-"""Fields of a fingerprint, in order. Moments and quantiles are of the finite elements."""
+FINGERPRINT_FIELDS: Final = STATISTICS
 
 SHORT_SKETCH: Final = 32
 """Buckets of a short sketch: every eighth of a whole one's, summed."""
@@ -49,20 +32,15 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _WIDEST: Final = 1023
 """Bits of an integer that every reader takes: `documents.LARGEST_DIGITS` in binary."""
 
-_QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
-_NO_QUANTILES: Final = (float("nan"),) * len(_QUANTILES)
-_NAN: Final = float("nan")
-
 
 def digest(array: NDArray[Any]) -> bytes:
     """xxh3-128 of the elements in C order, little-endian: 16 bytes.
 
     Shape and dtype are no part of it; they are compared as fields of the event.
     """
-    contiguous = np.ascontiguousarray(array)
-    if contiguous.dtype.byteorder == ">":
-        contiguous = contiguous.astype(contiguous.dtype.newbyteorder("<"))
-    return xxhash.xxh3_128_digest(contiguous.reshape(-1).view(np.uint8).data)
+    if not (array.dtype.isbuiltin == 1 and array.dtype.isnative and array.flags.c_contiguous):
+        array = _bytes(array)
+    return xxhash.xxh3_128_digest(array.data)
 
 
 def plain(value: Any) -> Any:
@@ -118,25 +96,8 @@ def fingerprint(array: NDArray[Any], *, brief: bool = False) -> tuple[float, ...
         One float64 per name in `FINGERPRINT_FIELDS`. Sums are accumulated in float64 in an order
         that machines share, and a re-layout changes them by rounding in float64 only.
     """
-    flat = _flat(array)
-    found = moments(flat, full=not brief)
-    count = flat.size - found.nan - found.inf
-    if not count:
-        return (float(flat.size), float(found.nan), float(found.inf), *([0.0] * 13))
-    wants_quantiles = not brief and flat.size <= QUANTILE_LIMIT
-    statistics = (
-        found.sum / count,
-        found.abs / count,
-        math.sqrt(found.square),
-        _NAN if brief else found.cube / count,
-        _NAN if brief else found.fourth / count,
-        found.low,
-        *(order_statistics(flat, _QUANTILES) if wants_quantiles else _NO_QUANTILES),
-        found.high,
-    )
-    counts = (flat.size, found.nan, found.inf, found.zero)
-    # Adding zero makes -0.0 the 0.0 that it equals, so that one value has one fingerprint.
-    return tuple([float(count) for count in counts] + [number + 0.0 for number in statistics])
+    ranked = not brief and array.size <= QUANTILE_LIMIT
+    return statistics_of(_flat(array), full=not brief, ranked=ranked)
 
 
 def euclidean_norm(statistics: Sequence[float]) -> float:
@@ -173,7 +134,17 @@ def sketched_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(a - b))
 
 
+def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """The elements in C order, little-endian, as bytes."""
+    contiguous = np.ascontiguousarray(array)
+    if contiguous.dtype.byteorder == ">":
+        contiguous = contiguous.astype(contiguous.dtype.newbyteorder("<"))
+    return contiguous.reshape(-1).view(np.uint8)
+
+
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
     """The elements in C order; a complex one counts as two, so that its phase shows."""
-    flat = array.ravel()
-    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+    if array.dtype.kind == "c":
+        flat = array.ravel()
+        return flat.view(flat.real.dtype)
+    return array if array.flags.c_contiguous else array.ravel()

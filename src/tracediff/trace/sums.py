@@ -13,8 +13,9 @@ optimizer's tensor with a sketch has four more, the sketch folded and divided by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -40,12 +41,16 @@ _NAN, _INF, _ABS_MEAN, _L2 = (
     FINGERPRINT_FIELDS.index(name) for name in ("nan", "inf", "abs_mean", "l2")
 )
 _TINY: Final = 2.0**-1022
+_NOT_FINITE: Final = 2048.0
 
 
 def marked(events: Iterable[Event]) -> list[Event]:
     """The events that have marks, in the order of their marks: not those of rendered samples."""
     return [
-        event for event in events if event.site.phase not in _LEFT_OUT and place_of(event) is None
+        event
+        for event in events
+        if (phase := event.site.phase) not in _LEFT_OUT
+        and (phase != "rendering" or place_of(event) is None)
     ]
 
 
@@ -54,34 +59,41 @@ def width(event: Event) -> int:
     return OWN + (FOLDED if _has_sketch(event) else 0)
 
 
-def structure(events: Sequence[Event], samples: bytes = b"") -> str:
+def structure(events: Iterable[Event], samples: bytes = b"") -> str:
     """Digest of what the marks of a step belong to; marks of equal structures can be summed.
 
     Args:
         samples: Root of the rendered samples, so that only steps of equal samples are alike.
     """
     chosen = marked(events)
-    sites = (event.site for event in chosen)
-    names = ", ".join([_name(site.phase, site.path, site.call, site.port) for site in sites])
-    text = f"([{names}], {list(map(width, chosen))})".encode("utf-8", "backslashreplace")
-    return xxhash.xxh3_128_hexdigest(text + samples)
+    sites = [event.site for event in chosen]
+    names = tuple([(site.phase, site.path, site.call, site.port) for site in sites])
+    return _structure(names, tuple(map(width, chosen)), samples)
 
 
-@lru_cache(maxsize=1 << 14)
-def _name(*fields: str | int) -> str:
-    """The same in every step."""
-    return repr(fields)
+@lru_cache(maxsize=8)
+def _structure(names: tuple[tuple[object, ...], ...], widths: tuple[int, ...], rest: bytes) -> str:
+    """The same in most steps."""
+    text = f"({list(names)}, {list(widths)})".encode("utf-8", "backslashreplace")
+    return xxhash.xxh3_128_hexdigest(text + rest)
 
 
-def marks(events: Sequence[Event]) -> Marks:
+def marks(events: Iterable[Event]) -> Marks:
     """The marks of a step's events, one after the other: float64."""
     chosen = marked(events)
-    found: list[float] = []
-    for event in chosen:
-        found += _own(event)
-        if _has_sketch(event):
-            found += _folded(event)
-    return np.array(found, np.float64)
+    widths = list(map(width, chosen))
+    starts = [0, *accumulate(widths)]
+    found = np.zeros(starts[-1])
+    measured = [i for i, event in enumerate(chosen) if event.fingerprint]
+    if measured:
+        places = np.array([starts[i] for i in measured])[:, None] + np.arange(OWN)
+        found[places] = _of_tensors([chosen[i].fingerprint for i in measured])
+    for event, start, held in zip(chosen, starts, widths, strict=False):
+        if not event.fingerprint:
+            found[start] = _of_value(event)
+        elif held > OWN:
+            found[start + OWN : start + held] = _folded(event)
+    return found
 
 
 def sign(step: int) -> float:
@@ -89,14 +101,20 @@ def sign(step: int) -> float:
     return 1.0 if xxhash.xxh3_64_intdigest(f"sign {step}".encode()) & 1 else -1.0
 
 
-def _own(event: Event) -> tuple[float, float]:
-    statistics = event.fingerprint
-    if statistics:
-        wrong = statistics[_NAN] + statistics[_INF]
-        return _log(statistics[_L2]) + wrong, _log(statistics[_ABS_MEAN])
+def _of_tensors(fingerprints: list[tuple[float, ...]]) -> Marks:
+    """The two own marks of each: shape (tensors, 2)."""
+    table = np.array([(f[_L2], f[_ABS_MEAN], f[_NAN] + f[_INF]) for f in fingerprints])
+    sizes = np.abs(table[:, :OWN])
+    with np.errstate(invalid="ignore"):
+        logs: Marks = np.where(np.isfinite(sizes), np.log2(sizes + _TINY), _NOT_FINITE)
+    logs[:, 0] += table[:, OWN]
+    return logs
+
+
+def _of_value(event: Event) -> float:
     if event.kind in ("setting", "scalar"):
-        return _number(event.value), 0.0
-    return int.from_bytes(event.digest[:6], "little") / 2**48, 0.0
+        return _number(event.value)
+    return int.from_bytes(event.digest[:6], "little") / 2**48
 
 
 def _folded(event: Event) -> list[float]:
@@ -113,7 +131,7 @@ def _has_sketch(event: Event) -> bool:
 
 
 def _log(value: float) -> float:
-    return math.log2(abs(value) + _TINY) if math.isfinite(value) else 2048.0
+    return math.log2(abs(value) + _TINY) if math.isfinite(value) else _NOT_FINITE
 
 
 def _number(value: Any) -> float:

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from numpy.typing import NDArray
 
 from tracediff.errors import NotATraceError, TraceError, TraceExistsError
-from tracediff.events import Event, Run
+from tracediff.events import Event, Run, Site
 from tracediff.trace.columns import Encoder
 from tracediff.trace.dtypes import storable
 from tracediff.trace.index import Prefix, StepIndex, step_index, write_index
@@ -316,13 +316,11 @@ class TraceWriter:
             self._sealer.forget(file)
 
     def _check(self, event: Event, payload: NDArray[Any] | None) -> None:
-        step = event.site.step
-        if self._finished:
-            raise ValueError(f"the trace is finished, and {event.site} came after it")
-        if self._segment is not None and step != self._segment.step:
-            raise ValueError(f"step {self._segment.step} is open: commit it before {event.site}")
-        if step <= self._last_step:
-            raise ValueError(f"step {step} was committed already, and {event.site} came after it")
+        segment = self._segment
+        if segment is None:
+            self._check_new(event.site)
+        elif event.site.step != segment.step:
+            raise ValueError(f"step {segment.step} is open: commit it before {event.site}")
         if event.fingerprint and len(event.fingerprint) != len(FINGERPRINT_FIELDS):
             raise ValueError(f"{event.site}: a fingerprint has {len(FINGERPRINT_FIELDS)} numbers")
         if payload is not None and (
@@ -332,6 +330,13 @@ class TraceWriter:
                 f"{event.site} is {event.dtype} {event.shape}, and its payload is "
                 f"{payload.dtype} {payload.shape}"
             )
+
+    def _check_new(self, site: Site) -> None:
+        """Checks the first event of a step."""
+        if self._finished:
+            raise ValueError(f"the trace is finished, and {site} came after it")
+        if site.step <= self._last_step:
+            raise ValueError(f"step {site.step} was committed already, and {site} came after it")
 
     # ---- creating --------------------------------------------------------------------------
 

@@ -5,8 +5,7 @@
 #include "values.h"
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define QUANTILES 16
-#define INTERFACE 1 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 2 /* raised with every change that ../in_c.py has to know of */
 
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
@@ -71,51 +70,46 @@ static PyObject *sizes_differ(Buffers *buffers)
     return closed(buffers, NULL);
 }
 
-static PyObject *py_moments(PyObject *self, PyObject *const *args, Py_ssize_t count)
+/* In the order of ../__init__.py's STATISTICS. Zero is added to make -0.0 the 0.0 that it equals, so
+ * that one value has one fingerprint. */
+static PyObject *statistics(const Moments *m, size_t n, int full, const double *chosen)
 {
-    Buffers buffers = {.count = 0};
-    Moments m;
-    int code;
-    size_t n = 0;
-    (void)self;
-    if (!takes(3, count))
-        return NULL;
-    int full = PyObject_IsTrue(args[2]);
-    const void *from = array(&buffers, args, &code, &n);
-    if (!from)
-        return closed(&buffers, NULL);
-    RUN(buffers.view->len, moments(from, code, n, full, &m));
-    closed(&buffers, NULL);
-    return Py_BuildValue("nnnddddddd", (Py_ssize_t)m.nan, (Py_ssize_t)m.inf, (Py_ssize_t)m.zero,
-        m.sum, m.abs, m.square, m.cube, m.fourth, m.low, m.high);
-}
-
-static PyObject *py_order_statistics(PyObject *self, PyObject *const *args, Py_ssize_t count)
-{
-    Buffers buffers = {.count = 0};
-    double quantile[QUANTILES], found[QUANTILES];
-    int code, done;
-    size_t n = 0, asked = (size_t)count - 2;
-    (void)self;
-    if (count < 2 || asked > QUANTILES)
-        return PyErr_Format(PyExc_TypeError, "it takes an array, a code and 16 quantiles at most");
-    for (size_t i = 0; i < asked; i++) {
-        quantile[i] = PyFloat_AsDouble(args[2 + i]);
-        if (!(quantile[i] >= (i ? quantile[i - 1] : 0) && quantile[i] <= 1))
-            return PyErr_Format(PyExc_ValueError, "quantiles ascend within 0 and 1");
-    }
-    const void *from = array(&buffers, args, &code, &n);
-    if (!from)
-        return closed(&buffers, NULL);
-    RUN(buffers.view->len, done = order_statistics(from, code, n, quantile, asked, found));
-    closed(&buffers, NULL);
-    PyObject *result = done ? PyTuple_New((Py_ssize_t)asked) : PyErr_NoMemory();
-    for (size_t i = 0; result && i < asked; i++) {
-        PyObject *number = PyFloat_FromDouble(found[i]);
-        if (!number || PyTuple_SetItem(result, (Py_ssize_t)i, number))
+    double finite = (double)(n - m->nan - m->inf);
+    double known[] = {(double)n, (double)m->nan, (double)m->inf, (double)m->zero, m->sum / finite,
+        m->abs / finite, sqrt(m->square), full ? m->cube / finite : NAN,
+        full ? m->fourth / finite : NAN, m->low, chosen[0], chosen[1], chosen[2], chosen[3],
+        chosen[4], m->high};
+    Py_ssize_t count = sizeof known / sizeof *known;
+    PyObject *result = PyTuple_New(count);
+    for (Py_ssize_t i = 0; result && i < count; i++) {
+        PyObject *number = PyFloat_FromDouble(finite || i < 3 ? known[i] + 0.0 : 0.0);
+        if (!number || PyTuple_SetItem(result, i, number))
             Py_CLEAR(result);
     }
     return result;
+}
+
+static PyObject *py_fingerprint(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    static const double quantile[] = {0.05, 0.25, 0.5, 0.75, 0.95};
+    double chosen[] = {NAN, NAN, NAN, NAN, NAN};
+    Buffers buffers = {.count = 0};
+    Moments m;
+    int code, done = 1;
+    size_t n = 0;
+    (void)self;
+    if (!takes(4, count))
+        return NULL;
+    int full = PyObject_IsTrue(args[2]), ranked = PyObject_IsTrue(args[3]);
+    const void *from = array(&buffers, args, &code, &n);
+    if (!from)
+        return closed(&buffers, NULL);
+    RUN(buffers.view->len, {
+        moments(from, code, n, full, &m);
+        done = !ranked || order_statistics(from, code, n, quantile, 5, chosen);
+    });
+    closed(&buffers, NULL);
+    return done ? statistics(&m, n, full, chosen) : PyErr_NoMemory();
 }
 
 static PyObject *py_signed_buckets(PyObject *self, PyObject *const *args, Py_ssize_t count)
@@ -224,8 +218,7 @@ static PyObject *py_crc32(PyObject *self, PyObject *data)
 #define FUNCTION(NAME, FLAGS) {#NAME, (PyCFunction)(void (*)(void))py_##NAME, FLAGS, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(moments, METH_FASTCALL),
-    FUNCTION(order_statistics, METH_FASTCALL),
+    FUNCTION(fingerprint, METH_FASTCALL),
     FUNCTION(signed_buckets, METH_FASTCALL),
     FUNCTION(differences, METH_FASTCALL),
     FUNCTION(largest_ulp, METH_FASTCALL),

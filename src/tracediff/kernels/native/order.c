@@ -1,4 +1,4 @@
-/* Order statistics by radix selection, and the count sketch. */
+/* Order statistics by radix selection. */
 #include "values.h"
 
 #include <stdlib.h>
@@ -137,47 +137,4 @@ CLONES int order_statistics(
         found[r] = finite ? of_key(chosen[r], narrow) : NAN;
     free(key);
     return 1;
-}
-
-#define SKETCH_BLOCK (1 << 16)
-
-/* splitmix64 of the index: Steele, Lea and Flood, "Fast splittable pseudorandom number
- * generators", OOPSLA 2014. */
-#define GAMMA UINT64_C(0x9E3779B97F4A7C15)
-
-INLINE uint64_t mix(uint64_t z)
-{
-    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
-    return z ^ (z >> 31);
-}
-
-CLONES void signed_buckets(const void *from, int code, size_t n, double *total)
-{
-    double x[PART], bucket[BUCKETS];
-    uint64_t place[PART];
-    const char *at = from;
-    memset(total, 0, BUCKETS * sizeof *total);
-    for (uint64_t index = 0; index < n;) {
-        size_t block = n - index < SKETCH_BLOCK ? n - index : SKETCH_BLOCK;
-        memset(bucket, 0, sizeof bucket);
-        for (size_t part; block; block -= part) {
-            part = block < PART ? block : PART;
-            widen(at, code, part, x);
-            uint64_t state = index * GAMMA;
-            for (size_t i = 0; i < part; i++, state += GAMMA) {
-                uint64_t z = mix(state), bits;
-                place[i] = z & (BUCKETS - 1);
-                memcpy(&bits, x + i, sizeof bits);
-                bits ^= z & (UINT64_C(1) << 63); /* times minus one */
-                memcpy(x + i, &bits, sizeof bits);
-            }
-            for (size_t i = 0; i < part; i++)
-                bucket[place[i]] += x[i];
-            at += part * WIDTH[code];
-            index += part;
-        }
-        for (size_t i = 0; i < BUCKETS; i++)
-            total[i] += bucket[i];
-    }
 }
