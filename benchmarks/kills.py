@@ -2,8 +2,10 @@
 
 After each SIGKILL every step that the process had reported as committed must read back verified,
 with the values that belong to it, no other step may be visible than the one after it, and the
-latest snapshots are there: in a folder, and on an S3 server. As a control, a plain directory of
-arrays with a growing step axis is written and killed the same way.
+latest snapshots are there: in a folder, and on an S3 server; written at once, and by the thread of
+a buffer that is too small, where the script waits or payloads are dropped. A payload may be missing
+only where its event says that it was dropped. As a control, a plain directory of arrays with a
+growing step axis is written and killed the same way.
 """
 
 from __future__ import annotations
@@ -20,17 +22,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
 import numpy as np
 import obstore
 
-from tests.s3 import s3_server
-from tracediff.trace import Trace, verify
+from tracediff.events import Event, Run
+from tracediff.testing import build_event
+from tracediff.trace import BufferedWriter, Trace, TraceWriter, create_trace, verify
 from tracediff.trace.remote import Prefix
+from tracediff.trace.summary import digest
 
 TENSORS: Final = 40
 SHAPE: Final = (64, 64)
 SNAPSHOT_EVERY: Final = 3
+BUFFER: Final = 1 << 20
+"""Bytes: less than two steps."""
 
 _CHILD: Final = """
 import sys
@@ -46,21 +53,44 @@ def value_of(step: int, tensor: int) -> np.ndarray[tuple[int, ...], np.dtype[np.
 
 def write_trace(path: str) -> None:
     """Records until it is killed, and prints each step once it is committed."""
-    from tracediff.events import Run
-    from tracediff.testing import build_event
-    from tracediff.trace import create_trace
+    writer = create_trace(path, Run(stack="pytorch"))
+    for step in range(1_000_000):
+        _write_step(writer, step)
+        print(step, flush=True)
 
-    with create_trace(path, Run(stack="pytorch")) as writer:
+
+def write_waiting(path: str) -> None:
+    """The same beside the script, which waits while the buffer is full."""
+    _write_beside(path, "wait")
+
+
+def write_dropping(path: str) -> None:
+    """The same beside the script; payloads are dropped while the buffer is full."""
+    _write_beside(path, "drop")
+
+
+def _write_beside(path: str, on_full: str) -> None:
+    inner = create_trace(path, Run(stack="pytorch"))
+    assert isinstance(inner, TraceWriter)
+    commit, committed = inner.commit_step, iter(range(1_000_000))
+
+    def told() -> None:
+        commit()
+        print(next(committed), flush=True)
+
+    with mock.patch.object(inner, "commit_step", told):
+        writer = BufferedWriter(inner, BUFFER, on_full)
         for step in range(1_000_000):
-            if step % SNAPSHOT_EVERY == 1:
-                writer.add_snapshot(step, {"weight": value_of(step, TENSORS)}, keep=2)
-            for tensor in range(TENSORS):
-                value = value_of(step, tensor)
-                writer.add(
-                    build_event(f"{step}/forward/layer.{tensor}#0:out", value, tensor), value
-                )
-            writer.commit_step()
-            print(step, flush=True)
+            _write_step(writer, step)
+
+
+def _write_step(writer: TraceWriter | BufferedWriter, step: int) -> None:
+    if step % SNAPSHOT_EVERY == 1:
+        writer.add_snapshot(step, {"weight": value_of(step, TENSORS)}, keep=2)
+    for tensor in range(TENSORS):
+        value = value_of(step, tensor)
+        writer.add(build_event(f"{step}/forward/layer.{tensor}#0:out", value, tensor), value)
+    writer.commit_step()
 
 
 def write_plain(path: str) -> None:
@@ -103,7 +133,7 @@ def check_trace(path: Path | str, reported: int) -> str:
             return f"{len(trace.steps)} steps where {reported + 1} were reported"
         for step in trace.steps:
             for event in trace.events(step):
-                if not np.array_equal(trace.array(event), value_of(step, event.order)):
+                if not _holds(trace, event, value_of(step, event.order)):
                     return f"wrong values in step {step}"
         due = [step for step in range(reported + 1) if step % SNAPSHOT_EVERY == 1]
         found = trace.snapshots
@@ -113,6 +143,15 @@ def check_trace(path: Path | str, reported: int) -> str:
             if not np.array_equal(trace.snapshot(step)["weight"], value_of(step, TENSORS)):
                 return f"wrong values in the snapshot of step {step}"
     return "sound"
+
+
+def _holds(
+    trace: Trace, event: Event, value: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+) -> bool:
+    """Whether an event has a value, or the digest of it and the word that it was dropped."""
+    if event.attributes.get("dropped"):
+        return event.payload is None and event.digest == digest(value)
+    return np.array_equal(trace.array(event), value)
 
 
 def check_plain(path: Path | str, reported: int) -> str:
@@ -131,7 +170,7 @@ def check_plain(path: Path | str, reported: int) -> str:
 def run(writer: str, places: Iterable[Path | str], seed: int = 0) -> Counter[str]:
     """Kills a writer once at each place; returns how the results read."""
     rng = random.Random(seed)
-    check = {"write_trace": check_trace, "write_plain": check_plain}[writer]
+    check = check_plain if writer == "write_plain" else check_trace
     endings: Counter[str] = Counter()
     for place in places:
         reported = kill(writer, place, rng.uniform(0.0, 0.3))
@@ -152,6 +191,8 @@ def folders(count: int) -> Iterator[Path]:
 
 def prefixes(count: int) -> Iterator[str]:
     """URLs of traces on an S3 server, whose objects are deleted when the next one is asked for."""
+    from tests.s3 import s3_server  # not imported by what is killed: it takes a second
+
     with s3_server() as bucket:
         for number in range(count):
             url = f"{bucket}/{number}.zarr"
@@ -178,7 +219,11 @@ def main() -> None:
 
 _WHERE: Final[Mapping[str, tuple[str, Callable[[int], Iterator[Path | str]]]]] = {
     "folder": ("write_trace", folders),
+    "folder-wait": ("write_waiting", folders),
+    "folder-drop": ("write_dropping", folders),
     "s3": ("write_trace", prefixes),
+    "s3-wait": ("write_waiting", prefixes),
+    "s3-drop": ("write_dropping", prefixes),
     "control": ("write_plain", folders),
 }
 
