@@ -13,6 +13,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn
 
+from tracediff.consumers import Consumers
 from tracediff.events import ROOT
 from tracediff.operations import LEAF, VIEWS, canonical_operation, takes_scalar_operands
 from tracediff.recorders.mlx_arrays import to_numpy
@@ -41,9 +42,10 @@ _LIBRARIES: Final = ("mlx", "mlx_lm", "mlx_vlm")
 class OperationHooks:
     """Wraps whatever computes an array."""
 
-    def __init__(self, state: State, patches: Patches) -> None:
+    def __init__(self, state: State, patches: Patches, consumers: Consumers) -> None:
         self._state = state
         self._patches = patches
+        self._consumers = consumers
         self._events = OperationEvents(state.tape, "mlx")
         self._cotangents = Cotangents(state, self._events, self.muted)
         self._arrays = Arrays()
@@ -179,6 +181,18 @@ class OperationHooks:
         busy = getattr(self._local, "busy", False)
         if busy or not self._state.recording or self._state.trying:
             return plain(*args, **kwargs)
+        if not _draws(function):
+            return self._seen(function, plain, args, kwargs)
+        with self._consumers.drawing(function.name, lambda: issuing_lines(_MLX)[0]):
+            return self._seen(function, plain, args, kwargs)
+
+    def _seen(
+        self,
+        function: Function,
+        plain: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         with self.muted(), self._lock:
             place = self._place(args)
             if place is None:
@@ -325,10 +339,14 @@ def _operation(
     attributes = dict(attributes)
     if canonical in VIEWS and inputs:
         attributes["view_of"] = inputs[0]
-    if function.name.startswith("mlx.random."):
+    if _draws(function):
         attributes["rng"] = True
     plain, operands = _plain_arguments(function, canonical, args, kwargs)
     return Operation(function.name, place, inputs, plain, operands, attributes, canonical)
+
+
+def _draws(function: Function) -> bool:
+    return function.name.startswith("mlx.random.")
 
 
 def _canonical(function: Function, args: Sequence[Any]) -> str:

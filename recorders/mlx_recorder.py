@@ -57,6 +57,7 @@ class Recorder(recording.Recorder):
         gc.collect()  # an optimizer or a compiled step that nobody holds any more does not count
         # Undone last: until then a wrapper may still be running.
         patches.on_undo(setattr, state, "active", False)
+        consumers = Consumers(tape, "mlx", _position)
         CompileHooks(state, patches).install()
         self.modules = ModuleHooks(state, patches)
         self.modules.install()
@@ -64,7 +65,7 @@ class Recorder(recording.Recorder):
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()
         if tape.policy.operations:
-            OperationHooks(state, patches).install()
+            OperationHooks(state, patches, consumers).install()
         patches.replace(mx, "load", checkpoints.watching)
         watch_safetensors(checkpoints, patches)
         chain = rendering_hooks.install(tape, patches)
@@ -73,7 +74,6 @@ class Recorder(recording.Recorder):
         self.snapshots.install()
         if tape.rerun is not None:
             SkipHooks(state, patches, tape.rerun).install()
-        Consumers(tape, "mlx", _position)
         patches.on_undo(watch_generators(tape, self.generators))
 
     def environment(self) -> Mapping[str, Any]:

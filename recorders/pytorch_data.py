@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tracediff.consumers import SCRIPT, Consumers
+from tracediff.consumers import Consumers
 from tracediff.recorders.pytorch_state import State
 from tracediff.recording import Patches
 
@@ -32,10 +32,7 @@ class DataLoaderHooks:
         def method(iterator: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._state.recording:
                 return original(iterator, *args, **kwargs)
-            self._consumers.mark(SCRIPT)
-            try:
+            with self._consumers.outside(LOADER):
                 return original(iterator, *args, **kwargs)
-            finally:
-                self._consumers.mark(LOADER)
 
         return method

@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracediff.consumers import Consumers
 from tracediff.events import ROOT
 from tracediff.operations import ALIAS, base_name
 from tracediff.recorders.operation_events import (
@@ -62,9 +63,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class OperationHooks:
     """Records operations, wherever and on whichever thread they run."""
 
-    def __init__(self, state: State, patches: Patches) -> None:
+    def __init__(self, state: State, patches: Patches, consumers: Consumers) -> None:
         self._state = state
         self._patches = patches
+        self._consumers = consumers
         self._events = OperationEvents(state.tape, "pytorch")
         self._flow = DataFlow()
         self._nodes = Nodes()
@@ -100,6 +102,12 @@ class OperationHooks:
         return init
 
     def _dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not _draws(func) or not self._state.recording:
+            return self._seen(func, args, kwargs)
+        with self._consumers.drawing(str(func), lambda: issuing_lines(_TORCH)[0]):
+            return self._seen(func, args, kwargs)
+
+    def _seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         node = self._nodes.made()
         place = self._place(args) if self._state.recording else None
         if place is None or getattr(func, "namespace", "") in _SKIPPED_NAMESPACES:
@@ -341,8 +349,7 @@ class OperationHooks:
 
     def _attributes(self, func: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if draws and plain.get("dropout_p") != 0.0:
+        if _draws(func) and plain.get("dropout_p") != 0.0:
             attributes["rng"] = True
         node: Any = torch._C._current_autograd_node() if in_backward() else None
         if node is not None:
@@ -360,6 +367,10 @@ class OperationHooks:
                 base = self._base(argument.tensor)
                 return {} if base is None else {"view_of": base}
         return {}
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _made(name: str, tensor: torch.Tensor, of_value: bytes) -> Made:

@@ -45,13 +45,14 @@ class Recorder(BaseRecorder):
 
     def attach(self) -> None:
         state, patches = self._state, self.patches
+        consumers = Consumers(self.tape, "torch.cpu", _position)
         self.modules = modules = ModuleHooks(state, patches)
         modules.install()
         RopeHooks(state, patches, modules).install()
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()
         if self.tape.policy.operations:
-            OperationHooks(state, patches).install()
+            OperationHooks(state, patches, consumers).install()
         watch_safetensors(state.checkpoints, patches)
         chain = rendering_hooks.install(self.tape, patches)
         LoadingHooks(self.tape, chain, patches).install()
@@ -62,7 +63,6 @@ class Recorder(BaseRecorder):
         patches.replace(torch, "compile", self._wrap_compile)
         if "torch._dynamo" in sys.modules:
             self._run_eagerly()
-        consumers = Consumers(self.tape, "torch.cpu", _position)
         DataLoaderHooks(state, consumers, patches).install()
         patches.on_undo(watch_generators(self.tape, self.generators, _fresh_state))
         patches.on_undo(setattr, state, "active", False)

@@ -1,6 +1,7 @@
 """Scripts of long runs on both stacks, with dropout and shuffling; shared by the tests.
 
-Arguments: number of steps, then faults such as `draw=137`: one extra number is drawn in that step.
+Arguments: number of steps, then faults: `draw=137` draws one extra number before that step, and
+`flip=137` lets the first mask of that step come out otherwise, the generator going on as it would.
 """
 
 from __future__ import annotations
@@ -59,6 +60,18 @@ def model():
 SCRIPTS: Final[Mapping[str, str]] = {
     "pytorch": _PYTORCH
     + """
+dropout = torch.nn.functional.dropout
+
+def flipped(x, *options):
+    torch.nn.functional.dropout = dropout
+    with torch.utils._python_dispatch._disable_current_modes():  # no recorder sees it
+        dropout(x.detach(), *options)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    result = dropout(x, *options)
+    torch.set_rng_state(after)
+    return result
+
 model = model()
 loader = torch.utils.data.DataLoader(torch.randint(0, 50, (16, 8)), batch_size=2, shuffle=True)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -68,6 +81,8 @@ while step < steps:
     for ids in loader:
         if step == extra:
             torch.rand(1)
+        if step == flip:
+            torch.nn.functional.dropout = flipped
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -95,6 +110,16 @@ transformers.Trainer(model=model, args=options, train_dataset=data, eval_dataset
 """,
     "mlx": _MLX
     + """
+bernoulli = mx.random.bernoulli
+
+def flipped(*options):
+    mx.random.bernoulli = bernoulli
+    first, second = np.array(mx.random.split(mx.random.state[0])[0]).tolist()
+    mx.random.seed(1)
+    result = bernoulli(*options)
+    mx.random.seed(first << 32 | second)
+    return result
+
 def main(model):  # in globals, MLX would keep the optimizer alive beyond the script
     data = np.random.randint(0, 50, (16, 8))
     optimizer = optim.AdamW(optim.linear_schedule(1e-2, 5e-3, 100))
@@ -106,6 +131,8 @@ def main(model):  # in globals, MLX would keep the optimizer alive beyond the sc
         for rows in np.random.permutation(16).reshape(8, 2):
             if step == extra:
                 mx.random.uniform()
+            if step == flip:
+                mx.random.bernoulli = flipped
             loss, grads = gradient(mx.array(data[rows]))
             grads, _ = optim.clip_grad_norm(grads, 1.0)
             optimizer.update(model, grads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+import tracediff
 from tests import long_jobs
 from tracediff.bisection import bisect
 from tracediff.bisection.generators import parting
-from tracediff.draws import count, position
+from tracediff.draws import counts, position
 from tracediff.snapshots import python_generators
 from tracediff.trace import Trace
 
@@ -43,7 +45,7 @@ def test_draws_are_counted_from_two_states(path: str, numbers: int) -> None:
             [mx.random.uniform() for _ in range(numbers)]
         after = position(path, state())
         assert after is not None
-        assert count(path, before, after) == numbers
+        assert counts(path, before, [after]) == [numbers]
 
 
 def test_a_generator_that_was_seeded_anew_is_not_counted() -> None:
@@ -52,7 +54,7 @@ def test_a_generator_that_was_seeded_anew_is_not_counted() -> None:
     torch.manual_seed(4)
     after = position("torch.cpu", torch.get_rng_state().numpy())
     assert after is not None
-    assert count("mlx", np.array([1, 2], np.uint32), after) is None
+    assert counts("mlx", np.array([1, 2], np.uint32), [after]) == [None]
     assert position("torch.philox", before[:16]) is None
 
 
@@ -102,7 +104,47 @@ def test_draws_of_another_module_are_told(tmp_path: Path) -> None:
     Path(script).write_text(text.replace("step, losses = 0, []\n", more), encoding="utf-8")
     long_jobs.record(script, b, "6")
     with Trace(a) as one, Trace(b) as two:
-        assert parting((one, two), "torch.cpu", 5) == (
+        assert parting((one, two), "torch.cpu", 5).told == (
             "the generators part in step 3, in base_model.model.model.layers.1.mlp#0: 3 extra draws"
             " from torch.cpu in the target (0 against 3)"
         )
+
+
+def test_an_operation_that_draws_on_one_side_only_is_named(tmp_path: Path) -> None:
+    """Where it changes what is drawn after it in the step, and not where it changes nothing."""
+
+    class Net(torch.nn.Module):
+        def __init__(self, before: int, after: int) -> None:
+            super().__init__()
+            self.fc, self.drop = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)
+            self.before, self.after = before, after
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.fc(x)
+            if self.before:
+                torch.rand(self.before)
+            dropped: torch.Tensor = self.drop(hidden)
+            if self.after:
+                torch.rand(self.after)
+            return dropped
+
+    def run(name: str, before: int, after: int) -> Path:
+        gc.collect()
+        torch.manual_seed(0)
+        with tracediff.record(tmp_path / name, stack="pytorch", level="op"):
+            net = Net(before, after)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        return tmp_path / name
+
+    clean = run("clean", 0, 0)
+    first = bisect(clean, run("before", 3, 0)).first
+    assert first is not None
+    assert (first.kind, first.op) == ("extra", {"target": "aten.rand.default"})
+    assert first.meaning.startswith("aten.rand.default (test_generators.py:")
+    assert first.meaning.endswith(
+        "draws from torch.cpu in root#0, and what is drawn after it comes out otherwise"
+    )
+    first = bisect(clean, run("after", 0, 3)).first
+    assert first is None

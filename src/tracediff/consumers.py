@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 
 from tracediff.draws import Position
+from tracediff.events import Event
 from tracediff.tape import Frame, Tape
 
 SCRIPT = "the script"
 UNWATCHED = "calls that were not watched"
 PORT = "drawn"
+OPERATION_PORT = "draw"
 
 
 class Consumers:
@@ -18,6 +21,8 @@ class Consumers:
 
     What a call draws is its own, and not its parent's. While nothing is drawn, nobody looks: a
     step in which the generator stood still is not followed by one in which calls are watched.
+
+    Where operations are recorded, each one that draws is on record as well, at a port of its own.
     """
 
     def __init__(self, tape: Tape, path: str, position: Callable[[], Position | None]) -> None:
@@ -34,6 +39,7 @@ class Consumers:
         self._drawn = False
         self._step = -1
         self._count = 0
+        self._outside = SCRIPT
         tape.on_step_start.append(self._start)
         tape.on_step_end.append(self._end)
         tape.on_enter.append(self._enter)
@@ -50,6 +56,42 @@ class Consumers:
         value = {"by": by, "at": list(astuple(now))}
         self._tape.emit("rng", self._path, PORT, value, call=self._count, kind="setting")
         self._count += 1
+
+    @contextmanager
+    def drawing(self, operation: str, source: Callable[[], str]) -> Iterator[None]:
+        """Records an operation that runs in the block, if it draws.
+
+        Args:
+            source: Says at which line of the code.
+        """
+        before = self._position()
+        yield
+        now = self._position()
+        if now is None or now == before:
+            return
+        frame = self._tape.current
+        by = self._outside if frame is None else _name(frame)
+        self._tape.emit(
+            "rng",
+            self._path,
+            OPERATION_PORT,
+            {"by": by, "at": list(astuple(now))},
+            call=self._tape.next_call("rng", f"{self._path}:{OPERATION_PORT}"),
+            kind="setting",
+            op=operation,
+            source=source(),
+        )
+
+    @contextmanager
+    def outside(self, by: str) -> Iterator[None]:
+        """What is drawn outside of modules in the block is drawn by this, and not by the script."""
+        self.mark(SCRIPT)
+        before, self._outside = self._outside, by
+        try:
+            yield
+        finally:
+            self.mark(by)
+            self._outside = before
 
     def _start(self) -> None:
         self.mark(SCRIPT)
@@ -69,3 +111,12 @@ class Consumers:
 
 def _name(frame: Frame | None) -> str:
     return SCRIPT if frame is None else f"{frame.path}#{frame.call}"
+
+
+def is_draw(event: Event, port: str) -> bool:
+    """Whether an event says who left a generator where, in the form that it is written in."""
+    site, value = event.site, event.value
+    if (site.phase, site.port) != ("rng", port) or not isinstance(value, dict):
+        return False
+    by, at = value.get("by"), value.get("at")
+    return isinstance(by, str) and isinstance(at, list) and list(map(type, at)) == [int, int]

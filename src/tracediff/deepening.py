@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +100,7 @@ def deepen(
                 _tell(progress, f"recording the operations of the {side}", done)
                 record(script, trace, extra[side])
             _tell(progress, "comparing operations", 4)
-            verdict = _named(verdict, deep, options)
+            verdict = named(verdict, deep, options.get("rules"))
     # Traces that are gone cannot be looked at.
     return verdict if keep else replace(verdict, next_command="")
 
@@ -120,10 +120,15 @@ def record(script: Script, trace: Path, options: Sequence[str]) -> None:
         raise ScriptError(lines[-1], status=done.returncode)
 
 
-def _named(verdict: Verdict, deep: Sequence[Path], options: Mapping[str, Any]) -> Verdict:
+def named(verdict: Verdict, deep: Sequence[Path], rules: Path | None) -> Verdict:
+    """The verdict with the operation in place of its first divergence, or a warning without one.
+
+    Args:
+        deep: Recordings of the same step of both sides, with operations.
+    """
     first = verdict.first
     assert first is not None
-    found = divergent_operation(deep[0], deep[1], first.step, rules=options.get("rules"))
+    found = divergent_operation(deep[0], deep[1], first.step, rules=rules)
     if found is None:
         note = f"no operation of {first.path} errs by itself at step {first.step}"
         return replace(verdict, warnings=(*verdict.warnings, note))

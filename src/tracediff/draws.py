@@ -8,6 +8,7 @@ from one state until it reaches the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS: Final = 624
-_MIDDLE: Final = 397
-_STRIDE: Final = WORDS - _MIDDLE
 _LIMIT: Final = 1 << 27
 """Words after which counting is given up: half a gigabyte of them."""
-_SPLITS: Final = 1 << 16
+_TURNS: Final = 1 << 10
+"""Blocks that are made at a time."""
+_SPLITS: Final = 1 << 14
+"""Keys likewise."""
 _ROTATIONS: Final = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY: Final = 0x1BD11BDA
 _MASK: Final = 0xFFFFFFFF
@@ -48,28 +50,56 @@ def position(path: str, state: NDArray[Any]) -> Position | None:
     return None if block is None else Position(int(block[0][0]), block[1])
 
 
-def count(path: str, before: NDArray[Any], after: Position) -> int | None:
-    """How many numbers were drawn from a state until a position: words of 32 bits, or keys of MLX.
+def counts(path: str, before: NDArray[Any], places: Sequence[Position]) -> list[int | None]:
+    """How many numbers were drawn from a state until each of some positions, which follow each
+    other: words of 32 bits, or keys of MLX.
 
     Returns:
-        None for a generator of another kind, or where the position is not reached.
+        One for each; None for a generator of another kind, and from the first one on that is not
+        reached.
     """
-    if path == "mlx" and before.shape == (2,):
-        key = (int(before[0]), int(before[1]))
+    found: list[int | None] = []
+    walk, is_key = _walk(path, before), path == "mlx"
+    at, least = next(walk, None), 0
+    for place in places:
+        first = (place.first, place.second) if is_key else _tempered(place.first)
+        more = 0 if is_key else place.second
+        while at is not None and (at[0] != first or at[1] + more < least):
+            at = next(walk, None)
+        if at is None:
+            break
+        least = at[1] + more
+        found.append(least)
+    return found + [None] * (len(places) - len(found))
+
+
+def _walk(path: str, state: NDArray[Any]) -> Iterator[tuple[int | tuple[int, int], int]]:
+    """What can be told of a place (a key of MLX, the first output of a block of MT19937), and how
+    many numbers are drawn until there."""
+    if path == "mlx" and state.shape == (2,):
+        key = (int(state[0]), int(state[1]))
         for drawn in range(_SPLITS):
-            if key == (after.first, after.second):
-                return drawn
+            yield key, drawn
             key = _next_key(*key)
-        return None
-    block = _block(path, before)
+    block = _block(path, state)
     if block is None:
-        return None
+        return
     words, place = block
-    for turned in range(0, _LIMIT, WORDS):
-        if int(words[0]) == after.first and turned + after.second >= place:
-            return turned + after.second - place
-        words = _turned(words)
-    return None
+    yield _tempered(int(words[0])), -place
+    generator = np.random.MT19937()
+    generator.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
+    for turned in range(WORDS, _LIMIT, _TURNS * WORDS):
+        outputs = generator.random_raw(_TURNS * WORDS)[::WORDS].tolist()
+        for number, output in enumerate(outputs):
+            yield output, turned + number * WORDS - place
+
+
+def _tempered(word: int) -> int:
+    """The output that MT19937 makes of a word of its state: one to one."""
+    word ^= word >> 11
+    word ^= (word << 7) & 0x9D2C5680
+    word ^= (word << 15) & 0xEFC60000
+    return word ^ (word >> 18)
 
 
 def _block(path: str, state: NDArray[Any]) -> tuple[Words, int] | None:
@@ -83,20 +113,6 @@ def _block(path: str, state: NDArray[Any]) -> tuple[Words, int] | None:
         # Freshly seeded, its block is used up before anything was drawn from it.
         return words, WORDS if left == 1 and place == 0 else place
     return None
-
-
-def _turned(words: Words) -> Words:
-    """The next block of MT19937."""
-    new = np.append(words, np.uint32(0))
-    for start in (0, _STRIDE, 2 * _STRIDE, WORDS - 1):
-        # A word depends on one that is 227 places before it: so many at a time.
-        stop = min(start + _STRIDE, WORDS - 1) if start < WORDS - 1 else WORDS
-        mixed = (new[start:stop] & 0x80000000) | (new[start + 1 : stop + 1] & 0x7FFFFFFF)
-        from_ = (start + _MIDDLE) % WORDS
-        other = new[from_ : from_ + stop - start]
-        new[start:stop] = other ^ (mixed >> 1) ^ (mixed & 1) * np.uint32(0x9908B0DF)
-        new[WORDS] = new[0]
-    return new[:WORDS]
 
 
 def _next_key(first: int, second: int) -> tuple[int, int]:

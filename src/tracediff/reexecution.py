@@ -65,6 +65,7 @@ def reexecute(
     step: int,
     output: Path,
     level: str = "module",
+    only: str | None = None,
     skip: bool = True,
     overwrite: bool = False,
 ) -> Reexecution:
@@ -73,6 +74,7 @@ def reexecute(
     Args:
         script, args: What `recorded` is a recording of.
         step: The step that is recorded in full; the script is left after it.
+        only: Module path or pattern, to which payloads and operations are restricted.
         skip: Compute only from the latest snapshot at or before the step on.
 
     Raises:
@@ -92,6 +94,7 @@ def reexecute(
             stack=trace.run.stack,
             level=level,
             steps=f"{step}",
+            only=only,
             rerun=rerun,
             overwrite=overwrite,
             settings={SETTING: {"of": trace.run.started, "start": rerun.start, "step": step}},

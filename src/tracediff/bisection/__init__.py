@@ -1,7 +1,8 @@
 """Alignment -> Verdict: the descent down the ladder to the first divergent site."""
 
 from tracediff.bisection.descent import Progress, SiteRow, bisect, diff, divergent_operation
-from tracediff.bisection.localised import operation_options
+from tracediff.bisection.generators import generator_parting
+from tracediff.bisection.localised import operation_modules, operation_options
 from tracediff.bisection.sentences import sentence
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "bisect",
     "diff",
     "divergent_operation",
+    "generator_parting",
+    "operation_modules",
     "operation_options",
     "sentence",
 ]

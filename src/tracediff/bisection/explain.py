@@ -85,10 +85,13 @@ def explain(
     counts = padding.counts(judged.event, values[0].shape) if padding else None
     if judged.event.kind in ("ids", "labels", "mask") or not is_float(values[0].dtype):
         if judged.event.kind == "state":
-            told = parting(traces, judged.event.site.path, judged.event.site.step)
-            return replace(bare, meaning=told, settings=relevant)
-        found = differ_rows(traces, judged.pair, values, counts)
-        named = _named(found) if found else {}
+            found = parting(traces, judged.event.site.path, judged.event.site.step)
+            where = found.where or bare.where
+            return replace(
+                bare, meaning=found.told, settings=relevant, op=found.op or bare.op, where=where
+            )
+        rows = differ_rows(traces, judged.pair, values, counts)
+        named = _named(rows) if rows else {}
         if arranged := batch_rows.find(traces, judged.event):
             named = {
                 "kind": arranged.kind,

@@ -86,8 +86,9 @@ def place_of(first: Judged | Divergence) -> tuple[int, int, int]:
 def _decides(judged: Judged, step: Step, traces: tuple[Trace, Trace]) -> bool:
     """Whether a generator's state can be why the runs part: one stack, and numbers were drawn.
 
-    Whether they were is seen from the state at the next step (or, at the last, from the step
-    before). In a run of a single step it cannot be seen; then a dropout has to have diverged.
+    Whether they were is seen from the states after the step, which are recorded of generators that
+    it changed, or from the state at the next step (or, at the last, from the step before). Where
+    neither is there, a dropout has to have diverged.
     """
     later = [j for j in step.judged if j.mark == "diverged" and j.event.site.phase != "rng"]
     if not later or traces[0].run.stack != traces[1].run.stack:
@@ -102,8 +103,15 @@ def _decides(judged: Judged, step: Step, traces: tuple[Trace, Trace]) -> bool:
 
 
 def _state_changes(trace: Trace, event: Event) -> bool | None:
-    """Whether a generator's state is another at the neighbouring step; None without one."""
+    """Whether a generator's state is another after the step; None where nothing tells."""
     site = event.site
+    changed = {
+        other.site.path
+        for other in trace.events(site.step, samples=False)
+        if (other.site.phase, other.site.port) == ("rng", "after")
+    }
+    if changed:
+        return site.path in changed
     neighbours = [step for step in (site.step + 1, site.step - 1) if step in trace.steps]
     for step in neighbours:
         for other in trace.events(step, samples=False):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tracediff.align import Alignment
 from tracediff.align.flow import is_operation, module_of, name_of
 from tracediff.align.names import parent
+from tracediff.bisection.drawing import first_draw
 from tracediff.bisection.findings import Finding
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.operations import OperationJudge
@@ -52,6 +53,20 @@ def first_operation(
     events = traces[0].events(step), traces[1].events(step)
     if not all(any(is_operation(event) for event in side) for side in events):
         return None
+    draw = first_draw(traces, events)
+    found = _first_wrong(traces, events, alignment, options)
+    if draw is not None and (found is None or draw[1] < found.orders):
+        return Localised(*draw)
+    return found
+
+
+def _first_wrong(
+    traces: tuple[Trace, Trace],
+    events: tuple[list[Event], list[Event]],
+    alignment: Alignment,
+    options: Options,
+) -> Localised | None:
+    """The first operation whose result differs by more than its inputs explain."""
     padding = next(
         (m for t, e in zip(traces, events, strict=True) if (m := _mask(t, e)) is not None), None
     )
@@ -203,7 +218,17 @@ def _mask(trace: Trace, events: Sequence[Event]) -> NDArray[Any] | None:
 
 def operation_options(first: Divergence | None) -> dict[str, list[str]] | None:
     """Options of `tracediff record`, for each side, that record the operations around a divergence
-    and nothing else; None where no operation can be named.
+    and nothing else; None where no operation can be named."""
+    modules = operation_modules(first)
+    if first is None or modules is None:
+        return None
+    options = ["--level", "op", "--steps", str(first.step)]
+    return {s: [*options, "--only", path] if path else options for s, path in modules.items()}
+
+
+def operation_modules(first: Divergence | None) -> dict[str, str] | None:
+    """The module, for each side, that holds the operations around a divergence, "" for all of them;
+    None where no operation can be named.
 
     A value that a module is given was made around it, and what has no module runs outside of all.
     """
@@ -211,12 +236,8 @@ def operation_options(first: Divergence | None) -> dict[str, list[str]] | None:
         return None
     if first.kind not in ("value", "nonfinite"):
         return None
-    options = ["--level", "op", "--steps", str(first.step)]
-    found = {}
-    for side, site in (("baseline", first.site), ("target", first.target_site or first.site)):
-        path = _module(Site.parse(site))
-        found[side] = [*options, "--only", path] if path else options
-    return found
+    sites = {"baseline": first.site, "target": first.target_site or first.site}
+    return {side: _module(Site.parse(site)) for side, site in sites.items()}
 
 
 def _module(site: Site) -> str:

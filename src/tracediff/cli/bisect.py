@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,7 +38,8 @@ Replay = Annotated[
     bool,
     typer.Option(
         "--replay",
-        help="Execute the step at which they part again on both sides, in full, and compare that.",
+        help="Execute the step at which they part again on both sides, in full, compare that, and "
+        "name the operation.",
     ),
 ]
 Deepen = Annotated[
@@ -95,7 +94,7 @@ def bisect(
         raise UsageError("--replay takes two traces and --deepen two scripts: give one of them")
     if scripts and not replay and not deepen:
         raise UsageError(f"{scripts[0]}: scripts are given with --replay only")
-    with output.progress() as progress, ExitStack() as stack:
+    with output.progress() as progress:
 
         def compare(a: Path, b: Path) -> Verdict:
             return bisection.bisect(
@@ -121,10 +120,10 @@ def bisect(
             a, b = deepening.scripts([str(baseline), str(target), *(scripts or ())])
             verdict = deepening.deepen(a, b, keep=keep, progress=progress, **chosen)
         elif replay:
-            folder = keep or Path(stack.enter_context(TemporaryDirectory(prefix="tracediff-")))
             both = split_scripts(scripts or [])
-            folder.mkdir(parents=True, exist_ok=True)
-            verdict = post_mortem(compare, baseline, target, both, level=level, folder=folder)
+            verdict = post_mortem(
+                compare, baseline, target, both, level=level, keep=keep, rules=rules
+            )
         else:
             verdict = compare(baseline, target)
     if html is not None:

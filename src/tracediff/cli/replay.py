@@ -38,6 +38,7 @@ def replay(
         ),
     ] = None,
     level: options.Level = "module",
+    only: options.Only = None,
     from_start: Annotated[
         bool,
         typer.Option("--from-start", help="With --step: compute all steps, use no snapshot."),
@@ -56,7 +57,7 @@ def replay(
     if step is not None:
         if substitute is not None:
             raise UsageError("--substitute needs --with A: the trace whose stages are given")
-        return _step(target, step, script, args, trace, level, from_start, overwrite)
+        return _step(target, step, script, args, trace, level, only, from_start, overwrite)
     if trace is None:
         raise UsageError("--with needs -o TRACE: where to write the replay")
     if substitute is not None:
@@ -115,6 +116,7 @@ def _step(
     args: list[str],
     trace: Path | None,
     level: str,
+    only: str | None,
     from_start: bool,
     overwrite: bool,
 ) -> int:
@@ -128,6 +130,7 @@ def _step(
         step=step,
         output=trace or recorded.with_name(f"{recorded.stem}.step{step}.zarr"),
         level=level,
+        only=only,
         skip=not from_start,
         overwrite=overwrite,
     )
