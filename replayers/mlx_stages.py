@@ -1,11 +1,12 @@
-"""Replay with whole stages of another run on MLX: its batches, labels and weights."""
+"""Replay with whole stages of another run on MLX: its batches, labels, weights and masks."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,9 +14,13 @@ from mlx.utils import tree_unflatten
 
 from tracediff.events import Site
 from tracediff.recorders.mlx_arrays import flatten, input_ports, is_integer, map_arrays
+from tracediff.recorders.mlx_modules import Call
 from tracediff.recorders.mlx_recorder import Recorder
 from tracediff.recorders.mlx_snapshot import from_numpy
 from tracediff.recording import Given, Tape
+from tracediff.tape import Frame
+
+_DROPOUTS: Final = (nn.Dropout, nn.Dropout2d, nn.Dropout3d)
 
 
 class StageSubstituter(Recorder):
@@ -35,6 +40,7 @@ class StageSubstituter(Recorder):
         super().attach()
         # Around the recorder's own wrapper: it is to see what the run is given.
         self.patches.replace(nn, "value_and_grad", self._wrap_gradient)
+        self.modules.replace = self._with_mask
 
     def _wrap_gradient(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -81,3 +87,19 @@ class StageSubstituter(Recorder):
             return new.get(id(array), array)
 
         return map_arrays(tuple(args), swap), map_arrays(dict(kwargs), swap)
+
+    def _with_mask(self, frame: Frame, call: Call, orders: Mapping[str, int]) -> Call:
+        """A dropout with the given mask. It draws all the same: the generators go on as they do."""
+        module = call.module
+        if not isinstance(module, _DROPOUTS) or not module.training:
+            return call
+        kept = self._given(Site(frame.step, "forward", frame.path, frame.call, "mask"))
+        if kept is None:
+            return call
+
+        def masked(module: Any, x: mx.array) -> mx.array:
+            call.original(module, x)
+            result: mx.array = (mx.array(kept) * x) * (1 / module._p_1)
+            return result
+
+        return replace(call, original=masked)

@@ -1,11 +1,12 @@
-"""Replay with whole stages of another run on PyTorch: its batches, labels and weights."""
+"""Replay with whole stages of another run on PyTorch: its batches, labels, weights and masks."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from tracediff.recorders.pytorch_modules import Call
 from tracediff.recorders.pytorch_recorder import Recorder
 from tracediff.recorders.pytorch_tensors import from_numpy, is_integer, map_tensors, out_of_sight
 from tracediff.recording import Given, Tape
+from tracediff.tape import Frame
+
+_DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class StageSubstituter(Recorder):
@@ -34,6 +38,7 @@ class StageSubstituter(Recorder):
         # Around the recorder's own wrappers: it is to see what the run is given.
         self.patches.replace(nn.Module, "__call__", self._wrap_call)
         self.patches.replace(F, "cross_entropy", self._wrap_loss)
+        self.modules.replace = self._with_mask
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -81,6 +86,24 @@ class StageSubstituter(Recorder):
             return new.get(id(tensor), tensor)
 
         return map_tensors(call.args, swap), dict(map_tensors(call.kwargs, swap))
+
+    def _with_mask(self, frame: Frame, call: Call, orders: Mapping[str, int]) -> Call:
+        """A dropout with the given mask. It draws all the same: the generators go on as they do."""
+        module = call.module
+        if not isinstance(module, _DROPOUTS) or not module.training:
+            return call
+        kept = self._given(Site(frame.step, "forward", frame.path, frame.call, "mask"))
+        if kept is None:
+            return call
+
+        def masked(module: Any, input: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                call.original(module, input.detach().clone())
+            with out_of_sight():
+                noise = from_numpy(kept, input.device).to(input.dtype).div_(1 - module.p)
+            return input.mul_(noise) if module.inplace else input * noise
+
+        return replace(call, original=masked)
 
     def _wrap_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

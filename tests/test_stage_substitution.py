@@ -19,6 +19,7 @@ import sys
 import numpy as np, torch
 from torch import nn
 seed, length, faulty = int(sys.argv[1]), int(sys.argv[2]), "faulty" in sys.argv
+other = "other" in sys.argv
 
 class Model(nn.Module):
     def __init__(self):
@@ -37,7 +38,7 @@ if faulty:
     model.act.register_forward_hook(lambda module, given, out: out * 1.01)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = torch.from_numpy(np.random.default_rng(seed).integers(0, 30, (2, 2, length)))
-torch.manual_seed(seed + 100)
+torch.manual_seed(seed + 100 + other)
 for ids in data:
     logits = model(ids[:, :-1])
     loss = nn.functional.cross_entropy(logits.reshape(-1, 30), ids[:, 1:].reshape(-1))
@@ -65,7 +66,7 @@ class Louder(nn.Tanh):
     def __call__(self, x):
         return super().__call__(x) * 1.01
 
-def main(seed, length, faulty):
+def main(seed, length, faulty, other):
     mx.random.seed(seed)
     model = Model()
     if faulty:
@@ -73,13 +74,13 @@ def main(seed, length, faulty):
     optimizer = optim.AdamW(1e-2)
     step = nn.value_and_grad(model, lambda model, inputs, targets: nn.losses.cross_entropy(
         model(inputs), targets, reduction="mean"))
-    mx.random.seed(seed + 100)
+    mx.random.seed(seed + 100 + other)
     for ids in mx.array(np.random.default_rng(seed).integers(0, 30, (2, 2, length))):
         loss, grads = step(model, ids[:, :-1], ids[:, 1:])
         optimizer.update(model, grads)
         mx.eval(model.parameters(), optimizer.state)
 
-main(int(sys.argv[1]), int(sys.argv[2]), "faulty" in sys.argv)
+main(int(sys.argv[1]), int(sys.argv[2]), "faulty" in sys.argv, "other" in sys.argv)
 """
 
 SCRIPTS = {"pytorch": PYTORCH, "mlx": MLX}
@@ -89,7 +90,8 @@ ALL = ("rendering", "loading", "rng")
 class Job:
     """The script of one stack, recorded once for each set of arguments.
 
-    Run 1 has other data, weights and random numbers than run 0.
+    Run 1 has other data, weights and random numbers than run 0, and one that is `other` has other
+    masks.
     """
 
     def __init__(self, folder: Path, stack: str) -> None:
@@ -172,13 +174,78 @@ def test_weights_of_the_other_stack_can_be_given(folder: Path) -> None:
     assert (loading.outcome, loading.compared) == ("identical", 3)
 
 
+def test_masks_alone_can_be_given(job: Job) -> None:
+    baseline, target = job.recorded("0", "7"), job.recorded("0", "7", "other")
+    first = bisect(baseline, target).first
+    assert first is not None
+    assert first.stage == "rng"
+    again = job.replayed(baseline, target, "0", "7", "other", stages=("masks",))
+    verdict = bisect(baseline, again)
+    assert verdict.first is None
+    forward = next(s for s in verdict.stages if s.stage == "forward")
+    assert forward.outcome == "identical"
+
+
+@pytest.mark.parametrize(("mine", "other"), [("pytorch", "mlx"), ("mlx", "pytorch")])
+def test_masks_of_the_other_stack_can_be_given(folder: Path, mine: str, other: str) -> None:
+    job, given = Job(folder, mine), Job(folder, other)
+    baseline, target = given.recorded("0", "7"), job.recorded("1", "7")
+    stages = ("rendering", "loading", "masks")
+    again = job.replayed(baseline, target, "1", "7", stages=stages)
+    assert bisect(baseline, again).outcome == "equivalent"
+    first = bisect(baseline, job.replayed(baseline, target, "1", "7", stages=stages[:2])).first
+    assert first is not None
+    assert first.site == "0/forward/drop#0:out"
+
+
+@pytest.mark.parametrize(
+    ("faults", "left"), [([], None), (["faulty"], "0/forward/act#0:out")], ids=["clean", "faulty"]
+)
+def test_one_step_with_the_masks_of_another_run(
+    job: Job, tmp_path: Path, faults: list[str], left: str | None
+) -> None:
+    """What differs by the masks is gone, and what does not remains."""
+    baseline, args = job.recorded("0", "7"), ["0", "7", "other", *faults]
+    target, shown, again = job.recorded(*args), tmp_path / "shown.zarr", tmp_path / "again.zarr"
+    for command in (
+        [str(baseline), "--step", "0", "-o", str(shown), "--", str(job.script), "0", "7"],
+        [
+            *(str(target), "--step", "0", "--with", str(shown), "--substitute", "masks"),
+            *("-o", str(again), "--", str(job.script), *args),
+        ],
+    ):
+        gc.collect()
+        assert main(["replay", *command]) == 0
+    first = bisect(shown, again).first
+    assert (first.site if first else None) == left
+
+
+def test_what_a_step_cannot_be_given_is_said(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(folder, "pytorch")
+    target = str(job.recorded("1", "7"))
+    command = ["replay", target, "--step", "0", "-o", str(tmp_path / "r.zarr")]
+    run = ["--", str(job.script), "1", "7"]
+    for options, said in (
+        (["--with", target], "--step with --with A needs --substitute"),
+        (["--substitute", "masks"], "--substitute needs --with A"),
+        (["--with", target, "--substitute", "loading"], "a step loads nothing"),
+    ):
+        assert main([*command, *options, *run]) == 2
+        assert said in capfd.readouterr().err
+
+
 def test_the_command_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     job = Job(folder, "pytorch")
     baseline, target = job.recorded("0", "7"), job.recorded("1", "7")
     command = ["replay", str(target), "--with", str(baseline), "-o", str(tmp_path / "r.zarr")]
     run = ["--", str(job.script), "1", "7"]
     assert main([*command, "--substitute", "weights", *run]) == 2
-    assert "'weights' is unknown: give some of rendering, loading, rng" in capfd.readouterr().err
+    assert (
+        "'weights' is unknown: give some of rendering, loading, rng, masks"
+        in capfd.readouterr().err
+    )
     gc.collect()
     assert main([*command, "--substitute", "rendering,loading,rng", *run]) == 0
     said = capfd.readouterr().err

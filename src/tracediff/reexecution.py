@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tracediff.errors import UsageError
 from tracediff.events import Run, Site
+from tracediff.recording import Recorder
 from tracediff.rerun import Rerun, differing_sites
 from tracediff.session import record_script
+from tracediff.tape import Tape
 from tracediff.trace import Trace
 
 SETTING = "rerun"
@@ -24,6 +27,8 @@ class Reexecution:
         start: The first step that was computed: that of a snapshot, or 0.
         compared: How many recorded events were held against it.
         differing: The first sites that are not bit-equal, with what is wrong there.
+        given: What the step was given of another run, in words; then only the steps before it are
+            compared.
         run: The manifest of the re-execution.
     """
 
@@ -34,15 +39,19 @@ class Reexecution:
     differing: tuple[tuple[Site, str], ...]
     run: Run
     notes: tuple[str, ...]
+    given: str = ""
 
     @property
     def exact(self) -> bool:
-        """Whether every digest is that of the recording."""
-        return bool(self.compared) and not self.differing
+        """Whether every digest that is compared is that of the recording."""
+        return bool(self.compared or self.given) and not self.differing
 
     def sentence(self) -> str:
         """The outcome in one sentence."""
         since = f"from the snapshot of step {self.start}" if self.start else "from the beginning"
+        if self.given and not self.differing:
+            before = f", after {self.compared} bit-equal events" if self.compared else ""
+            return f"replay of step {self.step} with {self.given}, {since}{before}"
         if not self.compared:
             return f"step {self.step}, {since}: nothing to compare"
         if self.exact:
@@ -68,6 +77,8 @@ def reexecute(
     only: str | None = None,
     skip: bool = True,
     overwrite: bool = False,
+    recorder: Callable[[Tape], Recorder] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Reexecution:
     """Runs a script up to a step that was recorded, and checks every digest on the way.
 
@@ -76,6 +87,9 @@ def reexecute(
         step: The step that is recorded in full; the script is left after it.
         only: Module path or pattern, to which payloads and operations are restricted.
         skip: Compute only from the latest snapshot at or before the step on.
+        recorder: Makes one that gives the step values of another run; then the step itself is not
+            compared with the recording.
+        settings: Further settings of the manifest.
 
     Raises:
         UsageError: The script is not the one that was recorded.
@@ -97,11 +111,16 @@ def reexecute(
             only=only,
             rerun=rerun,
             overwrite=overwrite,
-            settings={SETTING: {"of": trace.run.started, "start": rerun.start, "step": step}},
+            settings={
+                SETTING: {"of": trace.run.started, "start": rerun.start, "step": step},
+                **(settings or {}),
+            },
+            recorder=recorder,
         )
         with Trace(output) as again:
-            differing = tuple(differing_sites(trace, again))
-            compared = sum(len(trace.events(s)) for s in again.steps)
+            steps = [s for s in again.steps if recorder is None or s < step]
+            differing = tuple(differing_sites(trace, again, steps))
+            compared = sum(len(trace.events(s)) for s in steps)
     return Reexecution(
         trace=output,
         step=step,

@@ -8,7 +8,7 @@ states of the generators. From the snapshot on, everything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,13 +155,15 @@ def follow(
     restore(other)
 
 
-def differing_sites(recorded: Trace, again: Trace) -> Iterator[tuple[Site, str]]:
+def differing_sites(
+    recorded: Trace, again: Trace, steps: Sequence[int]
+) -> Iterator[tuple[Site, str]]:
     """Sites at which a re-execution is not bit-equal to the recording, in the order of execution.
 
     Settings of the environment are no result, and generators that nobody seeded or drew from are
     no input. Sites that only the re-execution has were recorded in more detail.
     """
-    for step in again.steps:
+    for step in steps:
         found = {event.site: event for event in again.events(step)}
         for event in recorded.events(step):
             site = event.site

@@ -81,6 +81,8 @@ def explain(
     values = read_pair(traces, judged.pair)
     if values is None:
         note = "no payload was kept: record this step at level module to see the values"
+        if any(e.attributes.get("dropped") for e in (judged.event, judged.pair.target)):
+            note = "its payload was dropped because the buffer was full: give a larger --max-buffer"
         return replace(bare, meaning=note, settings=relevant)
     counts = padding.counts(judged.event, values[0].shape) if padding else None
     if judged.event.kind in ("ids", "labels", "mask") or not is_float(values[0].dtype):

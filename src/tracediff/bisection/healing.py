@@ -88,10 +88,15 @@ def _decides(judged: Judged, step: Step, traces: tuple[Trace, Trace]) -> bool:
 
     Whether they were is seen from the states after the step, which are recorded of generators that
     it changed, or from the state at the next step (or, at the last, from the step before). Where
-    neither is there, a dropout has to have diverged.
+    neither is there, a dropout has to have diverged. Where the masks of one run were given to the
+    other, what a dropout draws has no effect.
     """
     later = [j for j in step.judged if j.mark == "diverged" and j.event.site.phase != "rng"]
-    if not later or traces[0].run.stack != traces[1].run.stack:
+    if (
+        not later
+        or traces[0].run.stack != traces[1].run.stack
+        or any(map(_has_given_masks, traces))
+    ):
         return False
     drawn = [
         _state_changes(trace, event)
@@ -100,6 +105,12 @@ def _decides(judged: Judged, step: Step, traces: tuple[Trace, Trace]) -> bool:
     if None in drawn:
         return any("dropout" in j.event.op.lower() for j in later)
     return any(drawn)
+
+
+def _has_given_masks(trace: Trace) -> bool:
+    given = trace.run.settings.get("substituted")
+    stages = given.get("stages") if isinstance(given, dict) else ()
+    return isinstance(stages, list) and "masks" in stages
 
 
 def _state_changes(trace: Trace, event: Event) -> bool | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tracediff.cli import options, output
 from tracediff.errors import UsageError
+
+if TYPE_CHECKING:
+    from tracediff.reexecution import Reexecution
 
 DIVERGED = 1
 
@@ -22,13 +25,17 @@ def replay(
     ] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option("--with", metavar="A", help="Give each module the inputs of this trace."),
+        typer.Option(
+            "--with",
+            metavar="A",
+            help="Give each module the inputs of this trace; with --step, see --substitute.",
+        ),
     ] = None,
     substitute: Annotated[
         str | None,
         typer.Option(
             metavar="STAGES",
-            help="With --with: give whole stages of it instead (rendering,loading,rng).",
+            help="With --with: give whole stages of it instead (rendering,loading,rng,masks).",
         ),
     ] = None,
     trace: Annotated[
@@ -49,91 +56,66 @@ def replay(
 ) -> int:
     """Run a recorded script again: to see one step in full, or where it errs by itself."""
     args = arguments or []
-    if (step is None) == (baseline is None):
+    stages = [stage.strip() for stage in substitute.split(",")] if substitute is not None else []
+    if step is None and baseline is None:
         raise UsageError(
-            "give either --step K, to record a step in full, or --with A, to give modules the "
-            "inputs of another trace"
+            "give --step K, to record a step in full, or --with A, to give modules the inputs of "
+            "another trace"
         )
+    if stages and baseline is None:
+        raise UsageError("--substitute needs --with A: the trace whose stages are given")
     if step is not None:
-        if substitute is not None:
-            raise UsageError("--substitute needs --with A: the trace whose stages are given")
-        return _step(target, step, script, args, trace, level, only, from_start, overwrite)
+        if baseline is not None and not stages:
+            raise UsageError("--step with --with A needs --substitute: what the step is given of A")
+        beside = target.with_name(f"{target.stem}.step{step}.zarr")
+        chosen = {
+            "recorded": target,
+            "step": step,
+            "output": trace or beside,
+            "level": level,
+            "only": only,
+            "skip": not from_start,
+            "overwrite": overwrite,
+        }
+        if baseline is not None:
+            chosen |= {"baseline": baseline, "stages": stages, "rules": rules}
+        return _step(script, args, chosen)
+    assert baseline is not None
     if trace is None:
         raise UsageError("--with needs -o TRACE: where to write the replay")
-    if substitute is not None:
-        assert baseline is not None
-        return _stages(target, baseline, substitute, script, args, trace, rules, overwrite)
-    from tracediff.substitution import replay as run
+    chosen = {
+        "target": target,
+        "baseline": baseline,
+        "output": trace,
+        "rules": rules,
+        "overwrite": overwrite,
+    }
+    return _whole(script, args, chosen, stages)
 
-    assert baseline is not None
-    done = run(
-        script,
-        args,
-        target=target,
-        baseline=baseline,
-        output=trace,
-        rules=rules,
-        overwrite=overwrite,
-    )
-    for note in done.notes:
+
+def _whole(script: str, args: list[str], chosen: dict[str, Any], stages: list[str]) -> int:
+    """The whole run, with inputs or stages of another one."""
+    from tracediff import stage_substitution, substitution
+
+    if stages:
+        run, values = stage_substitution.replay(script, args, stages=stages, **chosen)
+        what = values.told()
+    else:
+        run, what = substitution.replay(script, args, **chosen), "the inputs"
+    for note in run.notes:
         output.tell(f"note: {note}")
-    output.tell(f"replayed {script} with the inputs of {baseline}: {trace}")
+    output.tell(f"replayed {script} with {what} of {chosen['baseline']}: {chosen['output']}")
     return 0
 
 
-def _stages(
-    target: Path,
-    baseline: Path,
-    substitute: str,
-    script: str,
-    args: list[str],
-    trace: Path,
-    rules: Path | None,
-    overwrite: bool,
-) -> int:
-    from tracediff.stage_substitution import replay as run
-
-    done, values = run(
-        script,
-        args,
-        target=target,
-        baseline=baseline,
-        output=trace,
-        stages=[stage.strip() for stage in substitute.split(",")],
-        rules=rules,
-        overwrite=overwrite,
-    )
-    for note in done.notes:
-        output.tell(f"note: {note}")
-    output.tell(f"replayed {script} with {values.told()} of {baseline}: {trace}")
-    return 0
-
-
-def _step(
-    recorded: Path,
-    step: int,
-    script: str,
-    args: list[str],
-    trace: Path | None,
-    level: str,
-    only: str | None,
-    from_start: bool,
-    overwrite: bool,
-) -> int:
+def _step(script: str, args: list[str], chosen: dict[str, Any]) -> int:
+    """One step, which may be given stages of another run."""
     from tracediff.reexecution import reexecute
+    from tracediff.stage_substitution import replay_step
     from tracediff.trace import place
 
-    done = reexecute(
-        script,
-        args,
-        recorded=recorded,
-        step=step,
-        output=trace or recorded.with_name(f"{recorded.stem}.step{step}.zarr"),
-        level=level,
-        only=only,
-        skip=not from_start,
-        overwrite=overwrite,
-    )
+    execute = replay_step if "baseline" in chosen else reexecute
+    done: Reexecution = execute(script, args, **chosen)
     for note in (*done.notes, *done.run.notes):
         output.tell(f"note: {note}")
     output.tell(f"{done.sentence()}. It is in {place(done.trace)}")
