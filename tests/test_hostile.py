@@ -135,6 +135,11 @@ def test_operands_that_are_not_there_make_no_formula() -> None:
         ("inputs", '[{"a":1}]'),
         ("inputs", '{"a":1}'),
         ("attributes", "[1]"),
+        ("attributes", '{"args":"dim"}'),
+        ("attributes", '{"operands":{}}'),
+        ("attributes", '{"aliases":[[]]}'),
+        ("attributes", '{"max_norm":"1"}'),
+        ("attributes", '{"forward_order":[]}'),
         # Larger than every float: arithmetic would raise.
         pytest.param("value", "1" + "0" * 308, id="a huge value"),
         pytest.param("value", '{"lr":[-1' + "0" * 308 + "]}", id="a huge value inside"),

@@ -131,7 +131,9 @@ def _chosen_among(engine: Engine, event: Event) -> NDArray[Any] | None:
 def _margin(event: Event, data: NDArray[np.float64], apart: _Difference) -> float | None:
     """Largest difference between what the two choices take of the baseline's values."""
     args = event.attributes.get("args", {})
-    axis = int(args.get("dim", args.get("axis", -1)) or 0)
+    axis = args.get("dim", args.get("axis", -1)) or 0
+    if not isinstance(axis, int):
+        return None
     indices = [apart.baseline, apart.target]
     if name_of(event) in ("argmax", "argmin") and indices[0].ndim < data.ndim:
         indices = [np.expand_dims(index, axis) for index in indices]

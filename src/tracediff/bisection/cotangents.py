@@ -25,7 +25,7 @@ _EXPLAINED: Final = 1 / 16
 
 def is_cotangent(event: Event) -> bool:
     """Whether an event is the gradient of a forward event's value, under that event's name."""
-    return event.site.port.startswith("grad_")
+    return event.site.port.startswith("grad_") and "forward_order" in event.attributes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 from tracediff.errors import UsageError
 from tracediff.events import Event
 from tracediff.rendering.files import read_files
+from tracediff.rendering.provenance import facts_of
 from tracediff.rendering.records import Record
 from tracediff.rendering.routes import Named, RefusedError, Rendered
 from tracediff.rendering.routes import Route as BaseRoute
@@ -107,7 +108,7 @@ class Recorded(BaseRoute):
 
     def _bare(self, ids: Event) -> tuple[int, ...]:
         """The recorded IDs without padding."""
-        before, after = ids.attributes.get("padded", (0, 0))
+        before, after = facts_of(ids.attributes).get("padded", (0, 0))
         row = self._trace.array(ids).tolist()
         return tuple(row[before : len(row) - after])
 

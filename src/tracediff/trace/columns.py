@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tracediff.events import Event, Site
 from tracediff.trace.compression import LARGEST_TEXT, TEXTS, compress
-from tracediff.trace.documents import load_json
+from tracediff.trace.documents import load_attributes, load_json
 from tracediff.trace.metadata import ArrayInfo, check_shape
 from tracediff.trace.names import escape_text, unescape_text
 from tracediff.trace.summary import FINGERPRINT_FIELDS, SHORT_SKETCH, SKETCH_SIZE
@@ -174,7 +174,7 @@ def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
     texts = {name: [unescape_text(text) for text in columns[name]] for name in _TEXTS}
     tuples = {name: [_load_tuple(name, text) for text in columns[name]] for name in _ITEMS}
     values = [load_json(text) if text else None for text in columns["value"]]
-    attributes = [_load_attributes(text) for text in columns["attributes"]]
+    attributes = [load_attributes(text) for text in columns["attributes"]]
     order, call = (np.asarray(columns[name]).tolist() for name in ("order", "call"))
     digests = np.asarray(columns["digest"]).tobytes()
     fingerprint = np.asarray(columns["fingerprint"])
@@ -257,13 +257,6 @@ def _load_tuple(name: str, text: str) -> tuple[Any, ...]:
     if not isinstance(items, list) or not all(type(item) is _ITEMS[name] for item in items):
         raise ValueError(f"column {name} holds {text[:40]}")
     return check_shape(items) if name == "shape" else tuple(items)
-
-
-def _load_attributes(text: str) -> dict[str, Any]:
-    value = load_json(text) if text else {}
-    if not isinstance(value, dict):
-        raise ValueError(f"column attributes holds {text[:40]}")
-    return value
 
 
 def _sketches(columns: Mapping[str, Column], count: int) -> dict[int, NDArray[np.float64]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tracediff.events import Event, Site
 from tracediff.trace.compression import CHUNK_BYTES
-from tracediff.trace.documents import load_json
+from tracediff.trace.documents import load_attributes, load_json
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.metadata import check_shape
 from tracediff.trace.samples import (
@@ -115,10 +115,7 @@ class SampleTable:
     def _own_attributes(self, row: int, length: int) -> Mapping[str, Any]:
         if not length:
             return {}
-        found = load_json(self._read(ATTRIBUTES, int(self._own[row]), length).tobytes())
-        if not isinstance(found, dict):
-            raise ValueError(f"the attributes of a row of samples are {str(found)[:40]}")
-        return found
+        return load_attributes(self._read(ATTRIBUTES, int(self._own[row]), length).tobytes())
 
     def array(self, event: Event) -> NDArray[Any]:
         """The integers of an event that `event` made, in its shape and dtype, read-only.
