@@ -17,7 +17,7 @@ TIERS = (
     {"errors", "events", "kernels"},
     {"verdict", "operations"},
     {"trace"},
-    {"draws", "policy", "rerun", "source_lines"},
+    {"draws", "launched", "policy", "rerun", "source_lines"},
     {"tape"},
     {"consumers"},
     {"recording", "replaying", "compare", "rendering", "checkpoint"},

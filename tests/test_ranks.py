@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import tracediff
+from tests.test_full_disk import Nothing
 from tracediff.bisection import bisect, diff
 from tracediff.cli import main
+from tracediff.errors import TraceError, UsageError
 from tracediff.events import Run
+from tracediff.launched import await_rank_zero, launched_rank
 from tracediff.report.json import to_json
 from tracediff.testing import build_event
 from tracediff.trace import Trace, TraceWriter, verify
@@ -102,3 +107,47 @@ def test_show_and_diff_take_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["diff", str(a), str(b)]) == 0
     assert main(["diff", str(a), str(b), "--rank", "1"]) == 1
     assert [row.mark for row in diff(a, b, rank=1)] == ["identical", "identical", "diverged"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, 0),
+        ({"RANK": "3"}, 0),  # whatever that is, a launcher says how many there are
+        ({"RANK": "3", "WORLD_SIZE": "4"}, 3),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, 1),
+        ({"MLX_RANK": "1"}, 1),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, None),
+        ({"RANK": "first", "WORLD_SIZE": "4"}, None),
+    ],
+    ids=["alone", "no size", "torchrun", "mpirun", "mlx.launch", "too large", "no number"],
+)
+def test_the_rank_is_what_the_launcher_says(
+    environment: Mapping[str, str], rank: int | None
+) -> None:
+    if rank is None:
+        with pytest.raises(UsageError, match="RANK is"):
+            launched_rank(environment)
+    else:
+        assert launched_rank(environment) == rank
+
+
+def test_launched_processes_record_into_one_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.zarr"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with ExitStack() as stack:
+        for rank in (0, 1):
+            monkeypatch.setenv("RANK", str(rank))
+            tape = stack.enter_context(tracediff.record(path, recorder=Nothing, stack="pytorch"))
+            tape.emit("forward", "fc", "out", np.full(4, rank, np.float32))
+            tape.advance()
+    with Trace(path) as trace, trace.of_rank(1) as other:
+        assert trace.ranks == [0, 1]
+        site = "0/forward/fc#0:out"
+        assert [int(each.array(each.find(site))[0]) for each in (trace, other)] == [0, 1]
+    assert verify(path).ranks == {0: 1, 1: 1}
+    # It has ended: nobody can join it any more.
+    with pytest.raises(TraceError, match="rank 1 found no recording of rank 0"):
+        await_rank_zero(path, 1, patience=0)

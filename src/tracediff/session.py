@@ -18,12 +18,14 @@ from typing import Any, Final, TypedDict, Unpack
 
 from tracediff.errors import ScriptError, TracediffError, UsageError
 from tracediff.events import Run
+from tracediff.launched import await_rank_zero, launched_rank
 from tracediff.recording import Policy, Recorder, Tape, attached
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.snapshots import attach_rerun, attach_snapshots, watch_python_generators
 from tracediff.stacks import guess, imported, load_recorder
 from tracediff.trace import BufferedWriter, TraceWriter, create_trace, place
 from tracediff.trace.buffered import ON_FULL
+from tracediff.trace.remote import url_of
 from tracediff.trace.summary import digest_value
 
 _ENVIRONMENT_VARIABLES: Final = (
@@ -125,6 +127,7 @@ def record(
         overwrite=overwrite,
         compress=compress,
         seal=seal,
+        rank=launched_rank() if rerun is None else 0,
     )
     tape = Tape(writer, policy)
     attachable = make(tape)
@@ -150,14 +153,18 @@ def record(
 
 
 def _writer(
-    output: str | Path, run: Run, on_error: str, *, on_full: str, **options: Any
+    output: str | Path, run: Run, on_error: str, *, on_full: str, rank: int, **options: Any
 ) -> TraceWriter | BufferedWriter:
     if on_error not in ("stop", "continue"):
         raise UsageError(f"--on-error is {on_error!r}: it is stop or continue")
     if on_full not in ON_FULL:
         raise UsageError(f"--on-full is {on_full!r}: it is {' or '.join(ON_FULL)}")
-    on_refusal = _tell if on_error == "continue" else None
-    return create_trace(output, run, on_refusal=on_refusal, on_full=on_full, **options)
+    if rank and url_of(output):
+        raise UsageError(f"rank {rank} cannot join {output}: record several ranks into a folder")
+    if rank:
+        await_rank_zero(Path(output), rank)
+    options |= {"on_refusal": _tell if on_error == "continue" else None, "rank": rank}
+    return create_trace(output, run, on_full=on_full, **options)
 
 
 def _tell(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -154,6 +155,28 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether there is a trace that a process is recording into now."""
+    if not is_trace(path):
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # it is being replaced
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+_TRIES: Final = 5
+_PAUSE: Final = 0.01
+"""Seconds."""
+
+
 class Lock:
     """An advisory lock on a folder, which the system releases if the process dies."""
 
@@ -164,13 +187,17 @@ class Lock:
             TraceExistsError: Another writer holds it.
         """
         self._fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise TraceExistsError(
-                f"another process is recording into {folder}: wait for it, or choose another path"
-            ) from None
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if tries_left:  # it may only be looked at, see `is_locked`
+                    time.sleep(_PAUSE)
+        os.close(self._fd)
+        raise TraceExistsError(
+            f"another process is recording into {folder}: wait for it, or choose another path"
+        )
 
     def release(self) -> None:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
