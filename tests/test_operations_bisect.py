@@ -235,6 +235,34 @@ def test_a_gradient_that_only_the_optimizer_reads_is_of_the_backward_pass(
     assert (first.stage, first.path, first.blame) == ("backward", "proj", "target")
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_should_only_lay_out_anew_is_shown_against_the_value(
+    tmp_path: Path, side: int
+) -> None:
+    """Not against all that an optimizer makes of it, by which alone it can be paired."""
+    for name, stack, transposed in (("a", "pytorch", side == 0), ("b", "mlx", side == 1)):
+        change = scaled("transpose", 1e-3) if transposed else same
+        written = Stack(tmp_path / name, stack, change)
+        x = written.leaf("root", np.random.default_rng(0).standard_normal((8, 16)))
+        y = written.leaf("root", np.random.default_rng(1).standard_normal((16, 8)))
+        grad = written.op("proj@matmul", lambda a, b: a @ b, x, y, phase="backward")
+        if transposed:
+            grad = written.op("proj@transpose", lambda g: g.T, grad, phase="backward")
+        square = written.op("proj.weight@square", lambda g: g * g, grad, phase="optimizer")
+        total = written.op("proj.weight@sum", lambda g: g.sum(), square, phase="optimizer")
+        written.finish(written.op("root@sqrt", np.sqrt, total, phase="optimizer"))
+    first = tracediff.bisect(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert first.span is not None
+    sites = ["0/backward/proj@matmul#0:out"] * 2
+    sites[side] = "0/backward/proj@transpose#0:out"
+    assert [first.site, first.target_site] == sites
+    shown = [[row.op for row in span] for span in (first.span.baseline, first.span.target)]
+    assert shown[side] == ["transpose"]
+    assert shown[1 - side] == []
+    assert first.error.rel_l2 == pytest.approx(1e-3, rel=0.1)
+
+
 def test_two_traces_are_what_bisect_takes(capsys: pytest.CaptureFixture[str]) -> None:
     from tracediff.cli.app import main
 

@@ -21,6 +21,7 @@ from tracediff.bisection.spans import Check, Engine, Span, difference, is_float,
 from tracediff.compare import bounds
 from tracediff.compare.figures import unit_roundoff
 from tracediff.compare.layouts import Layout
+from tracediff.events import Event
 from tracediff.replaying import Floats
 
 _SHOWS: Final = 1 / 4
@@ -203,13 +204,19 @@ class SpanPair:
         found = [c if yes else None for c, yes in zip(failing, real, strict=True)]
         culprits = [check.event if check else None for check in found]
         worst = max((check for check in found if check), key=lambda check: check.ratio)
-        engine = self.engines[found.index(worst)]
+        at = found.index(worst)
+        engine = self.engines[at]
         blame = "both" if all(real) else "baseline" if real[0] else "target"
         note = f"{engine.told(worst.event)} on its own recorded inputs"
+        pair, spans, inputs = self._laid_out_anew(at, worst.event) or (
+            self.pair,
+            self.spans,
+            self._inputs(),
+        )
         return Finding(
-            pair=self.pair,
-            spans=self.spans,
-            inputs=self._inputs(),
+            pair=pair,
+            spans=spans,
+            inputs=inputs,
             culprits=(culprits[0], culprits[1]),
             checks=self.checks,
             error=worst.error,
@@ -218,6 +225,29 @@ class SpanPair:
             blame=blame,
             note=note,
         )
+
+    def _laid_out_anew(
+        self, side: int, event: Event
+    ) -> tuple[ValuePair, tuple[Span, Span], tuple[tuple[Value, Value], ...]] | None:
+        """The part of the spans in which an operation errs that should have laid a paired value out
+        anew: that operation, and the other side's value as it is; None for any other operation."""
+        engine, partner = self.engines[side], self.partner[side]
+        own = engine.flow.of_order[event.order]
+        inputs = [engine.array(engine.flow.events[o]) for o in engine.flow.inputs[event.order]]
+        sources = [v for v in own.inputs if v in partner and v.count == own.count]
+        if own in partner or own.event is not event or any(array is None for array in inputs):
+            return None
+        exact = engine.recompute(event, inputs)
+        for source in sources:
+            array = engine.array(source.event)
+            if array is None or exact is None or not _are_same_numbers(array, exact.value):
+                continue
+            spans = Span(own, (event,), (source,)), Span(partner[source], (), (partner[source],))
+            both = (own, partner[source]), (source, partner[source])
+            if side == 1:
+                return ValuePair(*both[0][::-1], ""), spans[::-1], (both[1][::-1],)
+            return ValuePair(*both[0], ""), spans, (both[1],)
+        return None
 
     def _other_formula(self, scale: float) -> Finding | None:
         """Both sides compute what their operations say; do they say the same?"""
@@ -325,3 +355,9 @@ class SpanPair:
             blame="undecided",
             note=note,
         )
+
+
+def _are_same_numbers(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Whether two arrays hold the same numbers in any order."""
+    one, other = (np.sort(x.astype(np.float64), axis=None) for x in (a, b))
+    return np.array_equal(one, other)
