@@ -36,9 +36,15 @@ def make_seeds(folder: Path) -> list[Seed]:
     return [make(folder, name) for name, make in _SEEDS.items()]
 
 
-def _pair(values: Callable[[float], Values], folder: Path, name: str, **options: Any) -> Seed:
+def _pair(
+    values: Callable[[float], Values],
+    folder: Path,
+    name: str,
+    stack: str = "mlx",
+    **options: Any,
+) -> Seed:
     clean = build_trace(folder / f"{name}.clean", values(0.0), **options)
-    faulty = build_trace(folder / f"{name}.faulty", values(0.5), stack="mlx", **options)
+    faulty = build_trace(folder / f"{name}.faulty", values(0.5), stack=stack, **options)
     return Seed(name, clean, faulty)
 
 
@@ -105,6 +111,35 @@ def _steps(fault: float) -> Values:
         yield f"{step}/trajectory/loss#0", 2.5 - step + fault * (step == 2)
 
 
+def _generators(fault: float) -> Values:
+    """Steps in which a dropout draws, and before the second one the script, once too often."""
+    generator = np.random.RandomState(1)
+
+    def state() -> Any:
+        words, place = generator.get_state()[1:3]
+        return np.append(words, np.uint32(place)).astype(np.uint32)
+
+    def drawn(step: int, call: int, by: str) -> Values:
+        found = state()
+        value = {"by": by, "at": [int(found[0]), int(found[-1])]}
+        yield f"{step}/rng/numpy#{call}:draw", (value, {"op": "rand", "source": "model.py:3"})
+        yield f"{step}/rng/numpy#{call}:drawn", value
+
+    masked = {"level": "op", "canonical": "bernoulli", "rng": True}
+    for step in range(3):
+        if fault and step == 1:
+            generator.randint(9, size=3)
+            yield from drawn(step, 0, "the script")
+        yield f"{step}/rng/numpy:state", (state(), {"kind": "state"})
+        yield f"{step}/forward/drop#0:in", (_X, {"op": "Dropout"})
+        mask = (generator.random_sample(_X.shape) < 0.5).astype(np.float32)
+        yield from drawn(step, 1, "drop#0")
+        named = {"op": "aten.bernoulli_", "source": "model.py:3", "attributes": masked}
+        yield f"{step}/forward/drop@bernoulli#0:out", (mask, named)
+        yield f"{step}/forward/drop#0:out", (_X * mask * 2, {"op": "Dropout"})
+        yield f"{step}/rng/numpy:after", (state(), {"kind": "state"})
+
+
 def _snapshots(folder: Path, name: str) -> Seed:
     seed = _pair(_stages, folder, name)
     tree = {
@@ -124,4 +159,5 @@ _SEEDS: Final[Mapping[str, Callable[[Path, str], Seed]]] = {
     "steps": partial(_pair, _steps),
     "sealed": partial(_pair, _steps, seal=True),
     "snapshots": _snapshots,
+    "generators": partial(_pair, _generators, stack="pytorch"),
 }
