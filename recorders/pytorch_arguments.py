@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ _SILENT: Final = frozenset(
 """Arguments that change where a result lies, not what it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(NamedTuple):
     """A tensor that an operation is given.
 
     Attributes:
@@ -46,42 +45,91 @@ class Argument:
     place: int
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What is recorded as one operation: indices of its arguments, and its outputs."""
 
     arguments: Sequence[int]
     outputs: Sequence[torch.Tensor]
 
 
+class Parameter(NamedTuple):
+    """One parameter of an operation.
+
+    Attributes:
+        read: Whether its value matters: not that of `out=`, and of what is filled.
+        written: Whether the operation changes it in place.
+        operand: Whether a number given for it stands for a tensor.
+        number: Whether it takes a number that is an attribute.
+    """
+
+    name: str
+    read: bool
+    written: bool
+    operand: bool
+    number: bool
+
+
+@lru_cache(maxsize=4096)
+def name_of(func: Any) -> str:
+    """What an operation is called: `aten.mul.Tensor`."""
+    return str(func)
+
+
+@lru_cache(maxsize=4096)
+def _parameters(func: Any) -> tuple[Parameter, ...] | None:
+    """Those of its schema, which takes longer to read than most operations; None for a
+    higher-order operator, which has none."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return None
+    overwrites = base_name("pytorch", name_of(func)) in _OVERWRITING
+    takes_numbers = takes_scalar_operands(canonical_operation("pytorch", name_of(func)))
+    found = []
+    for argument in schema.arguments:
+        kind, alias = str(argument.type), argument.alias_info
+        written = alias is not None and alias.is_write
+        number = takes_numbers and kind == "number"
+        tensor = takes_numbers and "Tensor" in kind
+        found.append(
+            Parameter(
+                name=argument.name,
+                read=not (written and (overwrites or argument.is_out)),
+                written=written,
+                operand=tensor or (number and argument.name in _OPERANDS),
+                number=number and argument.name not in _OPERANDS,
+            )
+        )
+    return tuple(found)
+
+
+def _given(
+    parameters: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Parameter, Any]]:
+    for place, parameter in enumerate(parameters):
+        if place < len(args):
+            yield parameter, args[place]
+        elif parameter.name in kwargs:
+            yield parameter, kwargs[parameter.name]
+
+
 def tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Argument]:
     """Tensor arguments in the order of the schema, those of lists one by one."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator
+    parameters = _parameters(func)
+    if parameters is None:
         for index, tensor in enumerate(flat([*args, *kwargs.values()])):
             yield Argument(tensor, True, False, False, index)
         return
-    overwrites = base_name("pytorch", str(func)) in _OVERWRITING
-    for place, argument in enumerate(schema.arguments):
-        if place < len(args):
-            value = args[place]
-        elif argument.name in kwargs:
-            value = kwargs[argument.name]
-        else:
-            continue
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        read = not (written and (overwrites or argument.is_out))
+    for parameter, value in _given(parameters, args, kwargs):
         listed = not isinstance(value, torch.Tensor)
         for index, tensor in enumerate(flat(value)):
-            yield Argument(tensor, read, written, listed, index)
+            yield Argument(tensor, parameter.read, parameter.written, listed, index)
 
 
 def shares(
     func: Any, arguments: Sequence[Argument], outputs: Sequence[torch.Tensor]
 ) -> Iterator[Share]:
     """An operation as one, or one for each tensor where it works on lists (`_foreach_add_`)."""
-    schema = getattr(func, "_schema", None)
-    name = schema.name.partition("::")[2] if schema is not None else ""
+    name = name_of(func).partition(".")[2]
     if not name.startswith(("_foreach", "_fused_ad", "_fused_sgd")):
         yield Share(range(len(arguments)), outputs)
         return
@@ -110,33 +158,22 @@ def plain_arguments(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Any]]:
     """Arguments that are no tensors: attributes by name, and the operands where one is a number."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return {}, []
-    takes_numbers = takes_scalar_operands(canonical_operation("pytorch", str(func)))
     attributes: dict[str, Any] = {}
     operands: list[Any] = []
-    for place, argument in enumerate(schema.arguments):
-        given = place < len(args) or argument.name in kwargs
-        if not given:
-            continue
-        value = args[place] if place < len(args) else kwargs[argument.name]
+    for parameter, value in _given(_parameters(func) or (), args, kwargs):
         is_number = isinstance(value, bool | int | float)
         if isinstance(value, torch.Tensor):
             operands.append(None)
-        elif is_number and takes_numbers and "Tensor" in str(argument.type):
+        elif is_number and parameter.operand:
             operands.append(value)
-        elif is_number and takes_numbers and str(argument.type) == "number":
-            if argument.name in _OPERANDS:
-                operands.append(value)
-            else:
-                attributes[argument.name] = value
+        elif is_number and parameter.number:
+            attributes[parameter.name] = value
         elif (
-            argument.name not in _SILENT
+            parameter.name not in _SILENT
             and not flat(value)
             and (plain := _plain(value)) is not None
         ):
-            attributes[argument.name] = plain
+            attributes[parameter.name] = plain
     return attributes, operands if any(operand is not None for operand in operands) else []
 
 

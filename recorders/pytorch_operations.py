@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,14 @@ from tracediff.recorders.operation_events import (
     Place,
     issuing_lines,
 )
-from tracediff.recorders.pytorch_arguments import Argument, flat, plain_arguments, shares, tensors
+from tracediff.recorders.pytorch_arguments import (
+    Argument,
+    flat,
+    name_of,
+    plain_arguments,
+    shares,
+    tensors,
+)
 from tracediff.recorders.pytorch_dataflow import DataFlow, Held, Nodes, address_of
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import to_numpy
@@ -104,7 +112,7 @@ class OperationHooks:
     def _dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not _draws(func) or not self._state.recording:
             return self._seen(func, args, kwargs)
-        with self._consumers.drawing(str(func), lambda: issuing_lines(_TORCH)[0]):
+        with self._consumers.drawing(name_of(func), lambda: issuing_lines(_TORCH)[0]):
             return self._seen(func, args, kwargs)
 
     def _seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -197,7 +205,7 @@ class OperationHooks:
         bases = [self._base(a.tensor) if a.written else None for a in arguments]
         given = [self._flow.key(a.tensor) for a in arguments]
         result = func(*args, **kwargs)
-        if base_name("pytorch", str(func)) in _UNINITIALISED:
+        if base_name("pytorch", name_of(func)) in _UNINITIALISED:
             for tensor in flat(result):
                 self._flow.blank(tensor)
             return result
@@ -221,7 +229,7 @@ class OperationHooks:
                 attributes |= {} if base is None else {"inplace": base}
             else:
                 attributes |= self._view_of(own, share.outputs)
-            operation = Operation(str(func), where, inputs, plain, operands, attributes)
+            operation = Operation(name_of(func), where, inputs, plain, operands, attributes)
             self._record(operation, share.outputs, written, node)
         return result
 
@@ -282,7 +290,7 @@ class OperationHooks:
         result = func(*args, **kwargs)
         for tensor in written or flat(result):
             array = to_numpy(tensor)
-            made = None if array is None else _made(str(func), tensor, digest(array))
+            made = None if array is None else _made(name_of(func), tensor, digest(array))
             order = self._made.get(made) if made is not None else None
             if order is not None:
                 self._flow.hold(tensor, order, written=bool(written))
@@ -369,6 +377,7 @@ class OperationHooks:
         return {}
 
 
+@functools.lru_cache(maxsize=4096)
 def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 
 LEAF: Final = "leaf"
@@ -255,6 +256,7 @@ def _read(table: str) -> Mapping[str, Mapping[str, str]]:
 _NAMES: Final = _read(_TABLE)
 
 
+@lru_cache(maxsize=4096)
 def base_name(stack: str, name: str) -> str:
     """What an operation is called without namespace, overload and mark of an in-place variant.
 
@@ -274,6 +276,7 @@ def base_name(stack: str, name: str) -> str:
     return own if namespace == "aten" else f"{namespace}.{own}" if own else namespace
 
 
+@lru_cache(maxsize=4096)
 def canonical_operation(stack: str, name: str) -> str:
     """The canonical name of an operation, or its own base name where the table has none.
 
