@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import tracediff
+from tests import toy
 from tests.op_traces import Array, Change, Stack, same
+from tracediff.bisection import diff
+from tracediff.errors import UsageError
 from tracediff.report.html import to_html
 from tracediff.report.json import to_json
 from tracediff.report.terminal import render
@@ -298,3 +301,42 @@ def test_an_operation_that_leads_to_nothing_is_held_to_its_formula(
     first = tracediff.bisect(tmp_path / "a", tmp_path / "b").first
     found = first and (first.op, first.blame, first.target_site)
     assert found == (({"target": "add"}, "target", "0/forward/root@add#1:out") if size else None)
+
+
+def test_operations_are_listed_with_their_pass_and_their_layout(tmp_path: Path) -> None:
+    """The second side multiplies the transpose, and norms in one operation."""
+    x = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+    w = np.random.default_rng(1).standard_normal((8, 32)).astype(np.float32)
+    for name, turned in (("a", False), ("b", True)):
+        stack = Stack(tmp_path / name, "pytorch")
+        given, weight = stack.leaf("root", x), stack.leaf("proj", w)
+        if turned:
+            y = stack.op("proj@matmul", lambda a, b: b @ a.T, given, weight)
+        else:
+            y = stack.op("proj@matmul", lambda a, b: a @ b.T, given, weight)
+            stack.op("other@exp", np.exp, y)
+        stack.finish(stack.op("mlp@silu", lambda a: (a if a.shape[0] == 16 else a.T) / 2, y))
+    found = diff(tmp_path / "a", tmp_path / "b", operations=True)
+    rows = {row.site: row for row in found}
+    product = rows["0/forward/proj@matmul#0:out"]
+    assert (product.target_site, product.layout) == (product.site, "transpose")
+    assert product.mark == "equivalent"
+    assert product.error.rel_l2 < 1e-6
+    assert rows["0/forward/root@leaf#0:out"].mark == "identical"
+    assert rows["0/forward/other@exp#0:out"].mark == "unmatched"
+
+
+def test_a_list_of_operations_marks_the_one_that_errs_and_no_other(tmp_path: Path) -> None:
+    bisected(tmp_path, (same, scaled("silu", 1e-2)))
+    rows = diff(tmp_path / "a", tmp_path / "b", operations=True)
+    assert [row.site for row in rows if row.mark == "diverged"] == ["0/forward/mlp@silu#0:out"]
+    norm = [row for row in rows if row.site.startswith("0/forward/norm@")]
+    assert {row.layout for row in norm} <= {"same", "part"}
+    assert norm[-1].target_site == "0/forward/norm@rms_norm#0:out"
+
+
+def test_operations_that_were_not_recorded_cannot_be_listed(tmp_path: Path) -> None:
+    run(Stack(tmp_path / "a", "pytorch"), fused=False)
+    toy.record(tmp_path / "b")
+    with pytest.raises(UsageError, match="record both with --level op"):
+        diff(tmp_path / "a", tmp_path / "b", operations=True)

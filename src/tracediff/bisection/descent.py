@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tracediff.align import load_rules
@@ -13,7 +13,7 @@ from tracediff.bisection import missing
 from tracediff.bisection.assembly import Assembly
 from tracediff.bisection.common import common_form
 from tracediff.bisection.halving import Halving, Visit
-from tracediff.bisection.healing import Step, first_of, origin
+from tracediff.bisection.healing import Step, first_of
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.localised import first_operation
@@ -23,37 +23,12 @@ from tracediff.bisection.ranks import over_ranks
 from tracediff.bisection.replayed import Replay
 from tracediff.bisection.resuming import resume
 from tracediff.bisection.samples import counts
+from tracediff.bisection.site_rows import SiteRow, operation_rows, site_rows
 from tracediff.trace import Trace
-from tracediff.verdict import (
-    Cost,
-    Divergence,
-    ErrorFigures,
-    Verdict,
-)
+from tracediff.verdict import Cost, Divergence, Verdict
 
 Progress = Callable[[str, int, int], None]
 """Called with a description, how many steps are done, and how many there are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteRow:
-    """One row of `diff`: a pair of sites with its figures, or a site that one side lacks.
-
-    Attributes:
-        layout: How the target's value lies over the baseline's: `same` or `transposed`; "" where
-            there is no pair.
-        origin: Of a divergence: `introduced` at the site, `inherited` by it, or `healed` after it;
-            "" otherwise.
-    """
-
-    site: str
-    target_site: str
-    matched_by: str
-    mark: str
-    error: ErrorFigures = field(default_factory=ErrorFigures)
-    bound: float = 0.0
-    origin: str = ""
-    layout: str = ""
 
 
 def bisect(
@@ -158,12 +133,19 @@ def diff(
     atol: Sequence[str] = (),
     noise: Path | str | None = None,
     rank: int = 0,
+    operations: bool = False,
     progress: Progress | None = None,
 ) -> list[SiteRow]:
     """Compares two traces at every site of every common step, at one rank.
 
+    Args:
+        operations: Compare operations instead, of the steps that both recorded them in.
+
     Returns:
         One row per pair in the order of the ladder and of execution, then the unmatched events.
+
+    Raises:
+        UsageError: Operations are asked for, and no step has them on both sides.
     """
     options = _options(rules, 0.0, rtol, atol)
     with ExitStack() as stack:
@@ -171,25 +153,9 @@ def diff(
         if noise is not None:
             options = replace(options, noise=Noise(traces[0], _opened(noise, stack, rank)))
         steps = _steps(traces, options, progress, every_sample=True)
-        return [row for step in steps for row in _rows(step)]
-
-
-def _rows(step: Step) -> Iterator[SiteRow]:
-    for judged in step.judged:
-        yield SiteRow(
-            site=str(judged.event.site),
-            target_site=str(judged.pair.target.site),
-            matched_by=judged.pair.matched_by,
-            layout=judged.pair.layout,
-            mark=judged.mark,
-            error=judged.error,
-            bound=judged.bound.rel_l2 if judged.bound else 0.0,
-            origin=origin(judged, step),
-        )
-    for event, reason in step.alignment.baseline_only:
-        yield SiteRow(site=str(event.site), target_site="", matched_by=reason, mark="unmatched")
-    for event, reason in step.alignment.target_only:
-        yield SiteRow(site="", target_site=str(event.site), matched_by=reason, mark="unmatched")
+        if operations:
+            return operation_rows(traces, steps, options)
+        return [row for step in steps for row in site_rows(step)]
 
 
 def _options(

@@ -60,6 +60,19 @@ def first_operation(
     return found
 
 
+def operation_judge(
+    traces: tuple[Trace, Trace],
+    events: tuple[list[Event], list[Event]],
+    alignment: Alignment,
+    options: Options,
+) -> OperationJudge:
+    """What judges the operations of one step, of which these are all events."""
+    padding = next(
+        (m for t, e in zip(traces, events, strict=True) if (m := _mask(t, e)) is not None), None
+    )
+    return OperationJudge(traces, events, alignment, options.rules, padding)
+
+
 def _first_wrong(
     traces: tuple[Trace, Trace],
     events: tuple[list[Event], list[Event]],
@@ -67,10 +80,7 @@ def _first_wrong(
     options: Options,
 ) -> Localised | None:
     """The first operation whose result differs by more than its inputs explain."""
-    padding = next(
-        (m for t, e in zip(traces, events, strict=True) if (m := _mask(t, e)) is not None), None
-    )
-    judge = OperationJudge(traces, events, alignment, options.rules, padding)
+    judge = operation_judge(traces, events, alignment, options)
     for finding in judge.findings():
         found = _divergence(finding, judge)
         override = options.tolerance(found.site)

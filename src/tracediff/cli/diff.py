@@ -10,6 +10,14 @@ from tracediff.cli import options, output
 
 Stage = Annotated[str | None, typer.Option(help="List only the sites of this stage.")]
 Step = Annotated[int | None, typer.Option(min=0, help="List only the sites of this step.")]
+Operations = Annotated[
+    bool,
+    typer.Option(
+        "--operations",
+        help="List operations instead: which is paired with which, by what pass, and how the "
+        "target's value lies over the baseline's. Both traces need --level op.",
+    ),
+]
 
 
 def diff(
@@ -17,6 +25,7 @@ def diff(
     target: options.Target,
     stage: Stage = None,
     step: Step = None,
+    operations: Operations = False,
     json: options.Json = None,
     rules: options.Rules = None,
     rtol: options.Rtol = None,
@@ -39,6 +48,7 @@ def diff(
             atol=atol or (),
             noise=noise,
             rank=rank,
+            operations=operations,
             progress=progress,
         )
     rows = select(found, stage, step)

@@ -64,7 +64,9 @@ def find_layout(a: NDArray[Any], b: NDArray[Any]) -> Layout | None:
     if a.size != b.size:
         return None
     plain = Layout("same" if a.shape == b.shape else "reshape", b.shape, _identity(b.ndim), a.shape)
-    places = np.unique(np.linspace(0, max(a.size - 1, 0), _SAMPLE).astype(np.int64))
+    if not a.size:
+        return plain
+    places = np.unique(np.linspace(0, a.size - 1, _SAMPLE).astype(np.int64))
     wanted = a.reshape(-1)[places].astype(np.float64)
     flat = b.reshape(-1)
 

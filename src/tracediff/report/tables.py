@@ -69,10 +69,11 @@ def sites(rows: Sequence[SiteRow]) -> RenderableType:
 def _site_cells(row: SiteRow) -> Iterator[Text]:
     shape = mark(row.mark)
     figures = (row.error.rel_l2, row.bound, row.error.max_abs)
+    compared = row.mark != "unmatched" and row.layout not in ("half", "part")
     yield Text(f"{shape.symbol} {inert(row.mark)}", shape.style)
     yield Text(inert(row.site))
     for value in figures:
-        yield Text("" if row.mark == "unmatched" else figure(value))
+        yield Text(figure(value) if compared and value is not None else "")
     yield Text(inert(row.origin))
     turned = f", {row.layout}" if row.layout not in ("", "same") else ""
     yield Text(inert(row.matched_by + turned), "dim")
