@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 # Files of tests in as many processes as there are processors; one thread each, so that they do not
 # fight over them.
-PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-quick faults rendering-size lint format venv clean

@@ -133,7 +133,7 @@ def test_another_result_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_wrong_use_is_one_sentence(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     script, path = run
     assert main(["replay", str(path), "--", script]) == 2
-    assert "give either --step K" in capsys.readouterr().err
+    assert "give --step K" in capsys.readouterr().err
     assert main(["replay", str(path), "--step", "99", "--", script]) == 2
     assert "has no step 99: it has steps 0 to" in capsys.readouterr().err
     out = str(path.with_name("x.zarr"))

@@ -225,10 +225,11 @@ class Tape:
         array: NDArray[Any],
         dims: tuple[str, ...] = (),
         attributes: Mapping[str, Any] | None = None,
+        kind: str = "tensor",
     ) -> int:
         """Records an input of a call. Its inputs are what the calling code could have used."""
         inputs = frame.parent.available() if frame.parent else self._from_batch(array)
-        order = self._emit_call(frame, frame.phase, port, array, inputs, dims, attributes)
+        order = self._emit_call(frame, frame.phase, port, array, inputs, dims, attributes, kind)
         frame.ins.append(order)
         return order
 
@@ -283,13 +284,14 @@ class Tape:
         inputs: tuple[int, ...],
         dims: tuple[str, ...],
         attributes: Mapping[str, Any] | None = None,
+        kind: str = "tensor",
     ) -> int:
         return self.emit(
             phase,
             frame.path,
             port,
             array,
-            kind="tensor",
+            kind=kind,
             call=frame.call,
             op=frame.op,
             source=frame.source,
