@@ -6,8 +6,8 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 Tensor = TypeVar("Tensor")
 Names = tuple[tuple[str, bool], ...]
@@ -124,13 +124,19 @@ def parameter_names(function: Any) -> Names:
     )
 
 
-@lru_cache(maxsize=4096)
-def method_names(method: Any) -> Names:
-    """Positional parameters of a method as its class has it, without `self`.
+_METHODS: Final[WeakKeyDictionary[Any, Names]] = WeakKeyDictionary()
+"""Weak: through a method of a script's class, all that its globals hold would stay alive."""
 
-    Remembered, as classes are few; functions of a script may close over tensors and are not.
-    """
-    return parameter_names(method)[1:]
+
+def method_names(method: Any) -> Names:
+    """Positional parameters of a method as its class has it, without `self`."""
+    try:
+        names = _METHODS.get(method)
+    except TypeError:  # written in C
+        return parameter_names(method)[1:]
+    if names is None:
+        names = _METHODS[method] = parameter_names(method)[1:]
+    return names
 
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:

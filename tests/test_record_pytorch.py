@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from pytorch_jobs import (
 )
 from torch import nn
 from torch.nn import functional as F
+
+import tracediff
 
 
 @pytest.fixture
@@ -244,3 +248,30 @@ def test_submodule_called_directly_and_module_without_parameters(
     }
     assert not [site for site in trace.sites("forward") if "root[1]" in site]
     assert trace.trace.find("0/loss/loss.mse_loss#0:out").attributes["denominator"] == 2
+
+
+def test_nothing_of_a_script_stays_alive(tmp_path: Path) -> None:
+    """Its globals, that is, which any method of its classes holds."""
+    script: dict[str, Any] = {}
+    source = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x, scale=1.0):
+        return scale * self.linear(x)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+    exec(source, script)
+    with tracediff.record(tmp_path / "run.zarr", stack="pytorch"):
+        script["model"](torch.ones(1, 2)).sum().backward()
+        script["optimizer"].step()
+    optimizer = weakref.ref(script["optimizer"])
+    del script
+    gc.collect()
+    assert optimizer() is None
