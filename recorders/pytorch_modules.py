@@ -32,7 +32,7 @@ from tracediff.recording import Frame, Patches
 COMPILED_NOTE: Final = "torch.compile ran eagerly while recording"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # not frozen, as `Ports`
 class Call:
     """A call of a module that is about to happen."""
 
@@ -255,10 +255,10 @@ class ModuleHooks:
         # A leaf outlives the step, and so would its hook; parameters have hooks of their own.
         if not tensor.requires_grad or tensor.is_leaf or not has_values(tensor):
             return
-        state, name = self._state, "grad_" + port
+        name = "grad_" + port
 
         def record(grad: torch.Tensor) -> None:
-            state.emit_grad(frame, name, grad, dims)
+            self._state.emit_grad(frame, name, grad, dims)
 
         _hook(tensor, record)
 
