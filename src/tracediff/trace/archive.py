@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tracediff.kernels import crc32
+from tracediff.trace.direct import BLOCK, PIECE, DirectWriter
 
 ALIGNMENT: Final = 64
 
@@ -50,7 +51,7 @@ Bytes = bytes | memoryview
 class ArchiveWriter:
     """Writes entries straight to the file; only the directory is kept in memory.
 
-    The file is unbuffered, so that a forked child has nothing of it to flush.
+    Past the first `PIECE` bytes the file is long, and most of it is written past the page cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +59,7 @@ class ArchiveWriter:
         self.size = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._directory: dict[str, Entry] = {}
+        self._direct: DirectWriter | None = None
 
     def add(self, name: str, data: Bytes) -> None:
         """Appends one entry.
@@ -85,15 +87,44 @@ class ArchiveWriter:
     def close(self) -> None:
         """Writes the central directory, sorted by name, and waits until all is on the disk."""
         self._write(_directory(self._directory, self.size))
+        if self._direct is not None:
+            rest = self._direct.close()
+            os.lseek(self._fd, self.size - len(rest), os.SEEK_SET)
+            self._put(rest)
         os.fsync(self._fd)
         os.close(self._fd)
 
     def abandon(self) -> None:
         """Closes and removes the file."""
+        if self._direct is not None:
+            self._direct.abandon()
         os.close(self._fd)
         self.path.unlink(missing_ok=True)
 
     def _write(self, *parts: Bytes) -> None:
+        """Appends all parts."""
+        total = sum(map(len, parts))
+        if self._direct is None and self.size + total <= PIECE:
+            self._put(*parts)
+        else:
+            self._write_long(parts)
+        self.size += total
+
+    def _write_long(self, parts: Sequence[Bytes]) -> None:
+        """Appends to a file that is long, or becomes so: then up to a whole block as before."""
+        left = 0
+        if self._direct is None:
+            start = -(-self.size // BLOCK) * BLOCK
+            self._direct = DirectWriter(self.path, start)
+            left = start - self.size
+        for data in parts:
+            part = memoryview(data)
+            if left:
+                self._put(part[:left])
+            self._direct.write(part[left:])
+            left = max(0, left - len(part))
+
+    def _put(self, *parts: Bytes) -> None:
         """Writes all parts, however many bytes the system takes at a time."""
         total = sum(map(len, parts))
         if len(parts) > _MOST_PARTS:
@@ -103,7 +134,6 @@ class ArchiveWriter:
             rest = memoryview(b"".join(parts))[written:]
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
-        self.size += total
 
 
 class Entry(NamedTuple):
