@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "tracediff"
 
 TIERS = (
-    {"errors", "events", "kernels"},
+    {"errors", "events", "kernels", "on_demand"},
     {"verdict", "operations"},
     {"trace"},
     {"draws", "launched", "policy", "rerun", "source_lines"},

@@ -14,15 +14,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.errors import TraceError
-from tracediff.tape import Tape
+from tracediff.events import Event
 from tracediff.trace.summary import digest
+
+if TYPE_CHECKING:
+    from tracediff.tape import Tape
 
 PORT: Final = "checkpoint"
 """Port of all events about weight files, in the stage `loading`; they are not aligned."""
@@ -53,6 +56,11 @@ class _Place:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     start: int
+
+
+def is_of_checkpoint(event: Event) -> bool:
+    """Whether an event is about a weight file: evidence, and nothing to compare."""
+    return event.site.phase == "loading" and event.site.port == PORT
 
 
 class WeightFile:

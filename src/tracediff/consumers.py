@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
+from typing import TYPE_CHECKING
 
 from tracediff.draws import Position
 from tracediff.events import Event
-from tracediff.tape import Frame, Tape
+
+if TYPE_CHECKING:
+    from tracediff.tape import Frame, Tape
 
 SCRIPT = "the script"
 UNWATCHED = "calls that were not watched"

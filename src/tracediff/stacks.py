@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from tracediff.errors import StackError
-from tracediff.recording import Given, Recorder, Tape
-from tracediff.replaying import Replayer
+
+if TYPE_CHECKING:
+    from tracediff.recording import Given, Recorder, Tape
+    from tracediff.replaying import Replayer
 
 FRAMEWORKS: Final[Mapping[str, str]] = {"pytorch": "torch", "mlx": "mlx"}
 """The module whose absence means that a built-in stack is not installed."""

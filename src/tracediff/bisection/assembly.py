@@ -6,25 +6,26 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from tracediff.bisection import blame, circumstances, missing, samples
+from tracediff.bisection import missing, samples
 from tracediff.bisection.coverage import coverage, is_counted
 from tracediff.bisection.exercise import not_exercised
-from tracediff.bisection.explain import Setting, divergence, explain, neighbours
 from tracediff.bisection.halving import Halving
 from tracediff.bisection.healing import Step, first_of, place_of
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.localised import operation_options
 from tracediff.bisection.options import Options
 from tracediff.bisection.recorder_faults import recorder_fault
-from tracediff.bisection.rendered import unseen
-from tracediff.bisection.rendering_notes import notes
+from tracediff.bisection.rendering_notes import notes, unseen
 from tracediff.bisection.sentences import sentence
 from tracediff.events import STAGES
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Divergence, Neighbour, StageResult, Verdict
+
+if TYPE_CHECKING:
+    from tracediff.bisection.explain import Setting
 
 _ALSO_LIMIT: Final = 10
 _NOT_COUNTED: Final = ("environment", "rng")
@@ -114,6 +115,8 @@ class Assembly:
             return "incomparable", f"recorder fault: {fault}", None
         if isinstance(first, Judged):
             step = next(s for s in self._steps if s.number == first.event.site.step)
+            from tracediff.bisection.explain import explain
+
             found = explain(first, self._traces, self._environment, step.judge.padding)
             return self._diverged(found, first)
         if first is not None:
@@ -153,6 +156,8 @@ class Assembly:
     def _diverged(
         self, found: Divergence, first: Judged | Divergence
     ) -> tuple[str, str, Divergence]:
+        from tracediff.bisection import blame, circumstances
+
         found = circumstances.told(found, first, self._steps)
         found = blame.assign(found, first, self._traces)
         return "diverged", sentence(found), found
@@ -236,6 +241,8 @@ class Assembly:
         return max(found)[1] if found else None
 
     def _also(self, first: Judged | Divergence | None) -> tuple[Divergence, ...]:
+        from tracediff.bisection.explain import divergence
+
         others = [
             divergence(j)
             for j in self._judged
@@ -248,6 +255,8 @@ class Assembly:
             return ()
         site = first.event.site
         step = next(s for s in self._steps if s.number == site.step)
+        from tracediff.bisection.explain import neighbours
+
         return neighbours(step.stage(site.phase), first)
 
     def _next_command(self, found: Divergence) -> str:

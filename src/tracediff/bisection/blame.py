@@ -13,8 +13,6 @@ from dataclasses import replace
 
 from tracediff.bisection.configuration import departures, follows_rotary_base, is_rotary_table
 from tracediff.bisection.inheritance import Judged
-from tracediff.bisection.losses import examine
-from tracediff.bisection.own_samples import is_consistent
 from tracediff.bisection.weights import Files
 from tracediff.errors import TraceError
 from tracediff.events import Event
@@ -84,6 +82,8 @@ def _of_missing(found: Divergence, traces: Traces) -> Divergence:
 def _of_rendering(found: Divergence, traces: Traces) -> Divergence:
     """Text, IDs, labels or masks are wrong on the side on which they do not follow from its own
     samples."""
+    from tracediff.bisection.own_samples import is_consistent
+
     sites = found.site, found.target_site or found.site
     known: list[bool | None] = []
     for trace, site in zip(traces, sites, strict=True):
@@ -96,6 +96,8 @@ def _of_rendering(found: Divergence, traces: Traces) -> Divergence:
 
 def _of_loss(found: Divergence, first: Judged, traces: Traces) -> Divergence:
     """A loss is wrong on the side on which it is not that of its own logits and next tokens."""
+    from tracediff.bisection.losses import examine
+
     examined = [
         examine(t, e.site.step, e.site.call) for t, e in zip(traces, _events(first), strict=True)
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tracediff.bisection.inheritance import Ledger, Level
-from tracediff.bisection.referee import Ruling
+from tracediff.bisection.ruling import Ruling
 from tracediff.bisection.views import around
 from tracediff.compare import bounds
 from tracediff.compare.figures import unit_roundoff

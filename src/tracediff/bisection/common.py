@@ -9,7 +9,7 @@ from tracediff.bisection.inheritance import State
 from tracediff.bisection.options import Options
 from tracediff.bisection.samples import Rendered, rendered
 from tracediff.bisection.views import UNKEPT, Common, filled
-from tracediff.bisection.weights import is_of_checkpoint
+from tracediff.checkpoint import is_of_checkpoint
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
 

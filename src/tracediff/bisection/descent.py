@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tracediff.align import load_rules
 from tracediff.bisection import missing
@@ -17,15 +18,16 @@ from tracediff.bisection.healing import Step, first_of
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.judge import StepJudge
 from tracediff.bisection.localised import first_operation
-from tracediff.bisection.noise import Noise
 from tracediff.bisection.options import Options, parse_tolerances
 from tracediff.bisection.ranks import over_ranks
-from tracediff.bisection.replayed import Replay
-from tracediff.bisection.resuming import resume
 from tracediff.bisection.samples import counts
-from tracediff.bisection.site_rows import SiteRow, operation_rows, site_rows
 from tracediff.trace import Trace
 from tracediff.verdict import Cost, Divergence, Verdict
+
+if TYPE_CHECKING:
+    from tracediff.bisection.noise import Noise
+    from tracediff.bisection.replayed import Replay
+    from tracediff.bisection.site_rows import SiteRow
 
 Progress = Callable[[str, int, int], None]
 """Called with a description, how many steps are done, and how many there are."""
@@ -77,8 +79,7 @@ def _bisect(
     started = time.perf_counter()
     with ExitStack() as stack:
         if noise is not None:
-            other = _opened(noise, stack, traces[0].rank)
-            options = replace(options, noise=Noise(traces[0], other))
+            options = replace(options, noise=_noise(traces[0], noise, stack))
         replay = _replay(traces, replayed, options, stack)
         plain = not (options.every_step or options.tolerances or noise or replayed)
         steps, halving = [], Halving(traces, by_marks=plain)
@@ -147,11 +148,13 @@ def diff(
     Raises:
         UsageError: Operations are asked for, and no step has them on both sides.
     """
+    from tracediff.bisection.site_rows import operation_rows, site_rows
+
     options = _options(rules, 0.0, rtol, atol)
     with ExitStack() as stack:
         traces = _opened(baseline, stack, rank), _opened(target, stack, rank)
         if noise is not None:
-            options = replace(options, noise=Noise(traces[0], _opened(noise, stack, rank)))
+            options = replace(options, noise=_noise(traces[0], noise, stack))
         steps = _steps(traces, options, progress, every_sample=True)
         if operations:
             return operation_rows(traces, steps, options)
@@ -174,11 +177,22 @@ def _opened(trace: Path | str | Trace, stack: ExitStack, rank: int = 0) -> Trace
     return stack.enter_context(whole.of_rank(rank)) if rank else whole
 
 
+# What few comparisons need is imported by those that do, here and in the modules below.
+
+
+def _noise(baseline: Trace, path: Path | str, stack: ExitStack) -> Noise:
+    from tracediff.bisection.noise import Noise
+
+    return Noise(baseline, _opened(path, stack, baseline.rank))
+
+
 def _replay(
     traces: tuple[Trace, Trace], path: Path | str | None, options: Options, stack: ExitStack
 ) -> Replay | None:
     if path is None:
         return None
+    from tracediff.bisection.replayed import Replay
+
     trace = _opened(path, stack, traces[1].rank)
     return Replay(traces, trace, _steps((traces[0], trace), options, None))
 
@@ -205,6 +219,8 @@ def _steps(
         if progress:
             progress(f"step {number}", numbers.index(number), len(numbers))
         if visit.resume is not None:
+            from tracediff.bisection.resuming import resume
+
             resume(traces, visit.resume, state, options)
         common, samples = common_form(traces, number, state, options, every_sample)
         judge = StepJudge(traces, common.alignment, common.events, state, options)

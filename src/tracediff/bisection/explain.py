@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from tracediff.bisection import batch_rows
-from tracediff.bisection.generators import parting
+import numpy as np
+from numpy.typing import NDArray
+
 from tracediff.bisection.inheritance import Judged
-from tracediff.bisection.rendered import differ_rows, differ_texts, inputs_of
+from tracediff.bisection.rendering_notes import inputs_of
 from tracediff.bisection.values import read_pair
 from tracediff.compare import settings
 from tracediff.compare.figures import is_float, largest_deviations, max_ulp
 from tracediff.compare.padding import Padding
 from tracediff.compare.patterns import recognise
 from tracediff.events import ROOT, Event
-from tracediff.rendering import Difference
 from tracediff.trace import Trace
 from tracediff.verdict import Deviation, Divergence, Neighbour
+
+if TYPE_CHECKING:
+    from tracediff.rendering import Difference
 
 Setting = tuple[str, Any, Any]
 
@@ -77,6 +80,8 @@ def explain(
     if judged.kind == "setting":
         return replace(bare, **_explain_setting(judged))
     if judged.kind == "text":
+        from tracediff.bisection.rendered import differ_texts
+
         return replace(bare, **_named(differ_texts(traces, judged.pair)), settings=relevant)
     values = read_pair(traces, judged.pair)
     if values is None:
@@ -86,22 +91,7 @@ def explain(
         return replace(bare, meaning=note, settings=relevant)
     counts = padding.counts(judged.event, values[0].shape) if padding else None
     if judged.event.kind in ("ids", "labels", "mask") or not is_float(values[0].dtype):
-        if judged.event.kind == "state":
-            found = parting(traces, judged.event.site.path, judged.event.site.step)
-            where = found.where or bare.where
-            return replace(
-                bare, meaning=found.told, settings=relevant, op=found.op or bare.op, where=where
-            )
-        rows = differ_rows(traces, judged.pair, values, counts)
-        named = _named(rows) if rows else {}
-        if arranged := batch_rows.find(traces, judged.event):
-            named = {
-                "kind": arranged.kind,
-                "pattern": arranged.pattern,
-                "meaning": arranged.meaning,
-                "detail": {**named.get("detail", {}), **arranged.detail},
-            }
-        return replace(bare, **named, deviations=_deviations(values, counts), settings=relevant)
+        return _explain_exact(bare, judged, traces, values, counts, relevant)
     pattern = recognise(*values, counts)
     facts: dict[str, Any] = {}
     if pattern:
@@ -113,6 +103,37 @@ def explain(
     if values[0].shape == values[1].shape:
         facts["error"] = replace(judged.error, max_ulp=max_ulp(*values))
     return replace(bare, **facts, deviations=_deviations(values, counts), settings=relevant)
+
+
+def _explain_exact(
+    bare: Divergence,
+    judged: Judged,
+    traces: tuple[Trace, Trace],
+    values: tuple[NDArray[Any], NDArray[Any]],
+    counts: NDArray[np.bool_] | None,
+    relevant: tuple[Setting, ...],
+) -> Divergence:
+    """Of integers: the state of a generator, or rows of a batch."""
+    from tracediff.bisection import batch_rows
+    from tracediff.bisection.generators import parting
+    from tracediff.bisection.rendered import differ_rows
+
+    if judged.event.kind == "state":
+        found = parting(traces, judged.event.site.path, judged.event.site.step)
+        where = found.where or bare.where
+        return replace(
+            bare, meaning=found.told, settings=relevant, op=found.op or bare.op, where=where
+        )
+    rows = differ_rows(traces, judged.pair, values, counts)
+    named = _named(rows) if rows else {}
+    if arranged := batch_rows.find(traces, judged.event):
+        named = {
+            "kind": arranged.kind,
+            "pattern": arranged.pattern,
+            "meaning": arranged.meaning,
+            "detail": {**named.get("detail", {}), **arranged.detail},
+        }
+    return replace(bare, **named, deviations=_deviations(values, counts), settings=relevant)
 
 
 def neighbours(stage: Sequence[Judged], first: Judged) -> tuple[Neighbour, ...]:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tracediff.bisection.memory import Memory
+from tracediff.bisection.memory import History, Memory
 from tracediff.bisection.relayouts import Relayout
-from tracediff.bisection.updates import History
 from tracediff.events import ROOT, STAGE_RANK, Event, Pair
 from tracediff.verdict import Bound, ErrorFigures
 
@@ -49,7 +48,7 @@ class Judged:
     """A pair with its mark (identical, equivalent, diverged) and the figures behind it.
 
     Attributes:
-        blame, evidence, note: What the referee says of a divergence, see `referee.Ruling`.
+        blame, evidence, note: What the referee says of a divergence, see `Ruling`.
         relayout: Of a loaded parameter that the target holds in another layout, else None.
     """
 

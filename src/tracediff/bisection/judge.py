@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,10 @@ from numpy.typing import NDArray
 from tracediff.align import Alignment
 from tracediff.align.fingerprints import same_elements
 from tracediff.bisection import carry
-from tracediff.bisection.flow import Flow
 from tracediff.bisection.given import AsGiven, is_replay
-from tracediff.bisection.gradients import Gradients
-from tracediff.bisection.held import Finding
 from tracediff.bisection.inheritance import Judged, Ledger, Level, State
 from tracediff.bisection.options import Options
-from tracediff.bisection.referee import Referee, Ruling
-from tracediff.bisection.updates import Updates
+from tracediff.bisection.ruling import Ruling
 from tracediff.bisection.values import estimate, headroom, is_float, is_sketched, norm, read_pair
 from tracediff.compare import bounds, optimizers, settings
 from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
@@ -40,6 +37,12 @@ from tracediff.events import EXACT_KINDS, STAGE_RANK, Event, Pair
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
 from tracediff.verdict import Bound, ErrorFigures
+
+if TYPE_CHECKING:
+    from tracediff.bisection.gradients import Gradients
+    from tracediff.bisection.held import Finding
+    from tracediff.bisection.referee import Referee
+    from tracediff.bisection.updates import Updates
 
 _MEAN: Final = FINGERPRINT_FIELDS.index("mean")
 _SMALLEST: Final = 1e-30
@@ -85,18 +88,35 @@ class StepJudge:
                 for event, _ in only:
                     if event.site.phase == "forward" and event.site.port.startswith("in"):
                         self._ledger.settle(which, event)
-        self._flow = Flow(alignment.pairs, events)
-        self._referee = Referee(
-            (traces[0], self._given or traces[1]), traces, events, state.memory, self._flow
-        )
         for history, side in zip(state.histories, events, strict=True):
             history.begin(side)
-        self._updates = Updates(traces, events, state.histories)
-        self._gradients = Gradients(traces, events, state.memory, alignment.pairs)
         self.padding = self._padding_of(events)
         self._cross_entropies = tuple(
             any(e.site.path == "loss.cross_entropy" for e in side) for side in events
         )
+
+    # What rules on values that differ is imported where there are some: it is a third of all code.
+
+    @cached_property
+    def _referee(self) -> Referee:
+        from tracediff.bisection.flow import Flow
+        from tracediff.bisection.referee import Referee
+
+        flow = Flow(self._alignment.pairs, self._events)
+        given = self._traces[0], self._given or self._traces[1]
+        return Referee(given, self._traces, self._events, self._state.memory, flow)
+
+    @cached_property
+    def _gradients(self) -> Gradients:
+        from tracediff.bisection.gradients import Gradients
+
+        return Gradients(self._traces, self._events, self._state.memory, self._alignment.pairs)
+
+    @cached_property
+    def _updates(self) -> Updates:
+        from tracediff.bisection.updates import Updates
+
+        return Updates(self._traces, self._events, self._state.histories)
 
     def run(self) -> list[Judged]:
         """Judges every pair of the step.

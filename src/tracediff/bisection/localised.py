@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from tracediff.align import Alignment
 from tracediff.align.flow import is_operation, module_of, name_of
 from tracediff.align.names import parent
-from tracediff.bisection.drawing import first_draw
-from tracediff.bisection.findings import Finding
 from tracediff.bisection.inheritance import Judged
-from tracediff.bisection.operations import OperationJudge
 from tracediff.bisection.options import Options
-from tracediff.bisection.spans import Check, Span
 from tracediff.compare.figures import largest_deviations, measure
-from tracediff.compare.patterns import recognise
 from tracediff.events import ROOT, STAGE_RANK, Event, Site
 from tracediff.trace import Trace
 from tracediff.verdict import Bound, Divergence, OperationSpan, SpanOperation
+
+if TYPE_CHECKING:
+    from tracediff.bisection.findings import Finding
+    from tracediff.bisection.operations import OperationJudge
+    from tracediff.bisection.spans import Check, Span
 
 OPERATION_STAGES: Final = ("forward", "loss", "backward", "optimizer")
 
@@ -53,6 +53,8 @@ def first_operation(
     events = traces[0].events(step), traces[1].events(step)
     if not all(any(is_operation(event) for event in side) for side in events):
         return None
+    from tracediff.bisection.drawing import first_draw
+
     draw = first_draw(traces, events)
     found = _first_wrong(traces, events, alignment, options)
     if draw is not None and (found is None or draw[1] < found.orders):
@@ -67,6 +69,8 @@ def operation_judge(
     options: Options,
 ) -> OperationJudge:
     """What judges the operations of one step, of which these are all events."""
+    from tracediff.bisection.operations import OperationJudge
+
     padding = next(
         (m for t, e in zip(traces, events, strict=True) if (m := _mask(t, e)) is not None), None
     )
@@ -172,6 +176,8 @@ def _divergence(finding: Finding, judge: OperationJudge) -> Divergence:
     error = replace(figures.error, rel_l2=finding.error)
     if figures.nonfinite:
         found = replace(found, kind="nonfinite")
+    from tracediff.compare.patterns import recognise
+
     pattern = recognise(*values)
     if pattern is not None:
         meaning = "; ".join(part for part in (finding.note, pattern.meaning) if part)

@@ -62,6 +62,32 @@ class Memory:
             self._settings[owner][name] = value
 
 
+class History:
+    """One side's parameters and optimizer state as the latest step left them."""
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[str, str], Event] = {}
+
+    def begin(self, events: Iterable[Event]) -> None:
+        """Takes in what a step finds: parameters and state as loaded."""
+        self._take(events, "loading")
+
+    def finish(self, events: Iterable[Event]) -> None:
+        """Takes in what a step leaves."""
+        self._take(events, "optimizer")
+
+    def at(self, path: str, port: str) -> Event | None:
+        return self._events.get((path, port))
+
+    def _take(self, events: Iterable[Event], stage: str) -> None:
+        for event in events:
+            port = event.site.port
+            if event.site.phase == stage and (
+                port in ("param", "hyper") or port.startswith("state.")
+            ):
+                self._events[event.site.path, port] = event
+
+
 def _owners(path: str) -> Iterable[tuple[str, str]]:
     """`a.b.c` -> (a.b, c), (a, b.c)."""
     owner, _, name = path.rpartition(".")

@@ -6,17 +6,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align import Rules
-from tracediff.bisection.noise import Noise
 from tracediff.compare.padding import Padding
 from tracediff.errors import UsageError
 from tracediff.events import Event
 from tracediff.verdict import Bound
+
+if TYPE_CHECKING:
+    from tracediff.bisection.noise import Noise
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ What no module computes (a residual, attention) is recomputed by a relation, see
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -27,13 +27,13 @@ from tracediff.bisection.recompute import (
     Calls,
     on_few_rows,
     operand_roundoff,
-    perturbed,
     reference,
     replay,
     trial_of,
 )
 from tracediff.bisection.relation import Attempt, Relation
 from tracediff.bisection.relations import relations
+from tracediff.bisection.ruling import Ruling
 from tracediff.bisection.trial import Counts, Trial, Values, limit, side
 from tracediff.bisection.views import around
 from tracediff.compare import settings as settings_of
@@ -50,37 +50,6 @@ _NO_CUT: Final[Mapping[str, Any]] = {"operand_roundoff": 0.0}
 _SIDES: Final = ("baseline", "target")
 
 _Place = tuple[str, str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Ruling:
-    """What the referee found.
-
-    Attributes:
-        within: Whether inputs, parameters and rounding explain the difference.
-        bound: What they explain, relative to the baseline.
-        blame: baseline, target, both or undecided.
-        evidence: Figures for the report: each side's distance to the reference.
-        note: One sentence for the report, or "".
-        call: The baseline's call.
-        sources: Port -> the pair that is all there is behind it; None where edges have to say.
-        rounding: What rounding at the place adds, in one spread, relative to the baseline.
-        limit: Spreads that the error of the whole stays below.
-    """
-
-    within: bool
-    bound: Bound
-    call: Call
-    rounding: float
-    limit: float
-    blame: str = "undecided"
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    sources: Mapping[str, Pair] | None = None
-
-    def passed_on(self, errors: Mapping[str, float]) -> float | None:
-        """How far inputs that are apart by `errors` take the output, see `perturbed`."""
-        return perturbed(self.call, errors)
 
 
 class Referee:

@@ -13,9 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.align import Alignment
-from tracediff.align.samples import SampleAlignment
-from tracediff.compare import settings
+from tracediff.bisection.rendering_notes import inputs_of
 from tracediff.errors import TraceError
 from tracediff.events import Event, Pair
 from tracediff.rendering import Difference, Vocabulary, differ_ids, differ_text
@@ -34,14 +32,7 @@ _SAMPLE: Final = re.compile(r"^sample\[(\d+)\]\.(.+)$")
 _TOKENIZER: Final = re.compile(r"^tokenizer(?:\[(\d+)\])?\.(.+)$")
 _SIDES: Final = ("baseline", "target")
 _SYSTEM: Final = ("system", "developer")
-_TEXT_STEPS: Final = ("messages", "template", "text", "ids")
 _JSON_STEPS: Final = ("record", "messages", "tools", "documents")
-_FACTS_OF_ROWS: Final = frozenset(
-    {"lengths", "jumps", "tokens", "special", "pretokens", "padded", "truncated", "tokenizer"}
-)
-"""Attributes of token IDs that say how they came about, not what they depend on."""
-
-Setting = tuple[str, Any, Any]
 
 
 class Sample:
@@ -201,19 +192,6 @@ def _place(a: Sample, b: Sample) -> dict[str, Any]:
     return {"sample": a.index, "target_sample": b.index, "step": a.step}
 
 
-def inputs_of(pair: Pair) -> list[Setting]:
-    """What a step was given besides the step before (flags, variables), where the sides differ."""
-    sides = [
-        {k: v for k, v in event.attributes.items() if k not in _FACTS_OF_ROWS}
-        for event in (pair.baseline, pair.target)
-    ]
-    if pair.baseline.site.phase != "rendering" or pair.baseline.kind not in ("text", "ids"):
-        return []
-    names = dict.fromkeys([*sides[0], *sides[1]])
-    both = [(name, sides[0].get(name), sides[1].get(name)) for name in names]
-    return [(name, x, y) for name, x, y in both if not settings.equal(x, y)]
-
-
 def _how_rows_part(a: Sample, b: Sample, rows: tuple[NDArray[Any], NDArray[Any]]) -> dict[str, Any]:
     """At which of the tokenizer's own steps two rows of IDs part, and where the tokens come from.
 
@@ -270,29 +248,3 @@ def _special_counts(row: NDArray[Any], vocabulary: Vocabulary) -> dict[str, int]
         for name, identifier in roles.items()
         if identifier is not None
     }
-
-
-def unseen(steps: Iterable[tuple[Alignment, SampleAlignment]]) -> str | None:
-    """Which steps of the samples' rendering a trace does not show; None where both show all."""
-    paths: tuple[set[str], set[str]] = (set(), set())
-    for found, samples in steps:
-        both = [(pair.baseline, pair.target) for pair in found.pairs]
-        sides = (*zip(*both, strict=True),) if both else ((), ())
-        for side, only in enumerate((found.baseline_only, found.target_only)):
-            events = (*sides[side], *(event for event, _ in only))
-            paths[side].update(e.site.path for e in events if e.site.phase == "rendering")
-            paths[side].update(f"sample[0].{name}" for name, _ in samples.rows[side].steps)
-    told = [_unseen(side) for side in paths]
-    if told[0] == told[1]:
-        return told[0] and f"{told[0]} on both sides"
-    pairs = zip(_SIDES, told, strict=True)
-    return "; ".join(f"{what} in the {name}" for name, what in pairs if what) or None
-
-
-def _unseen(paths: Iterable[str]) -> str | None:
-    found = set(paths)
-    steps = {match[2] for path in found if (match := _SAMPLE.match(path))}
-    lacking = [step for step in _TEXT_STEPS if step not in steps]
-    if not found or not lacking:
-        return None
-    return f"{', '.join(lacking)} not seen" if steps else "only batches were seen"

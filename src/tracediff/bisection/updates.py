@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.bisection.held import Finding, finding, held
+from tracediff.bisection.memory import History
 from tracediff.bisection.trial import Values
 from tracediff.compare import optimizers
 from tracediff.compare.figures import unit_roundoff
@@ -35,32 +36,6 @@ _SAMPLE: Final = 4096
 """Elements that are looked at where nothing looks wrong: all formulas are element by element."""
 
 _Part = NDArray[np.intp] | None
-
-
-class History:
-    """One side's parameters and optimizer state as the latest step left them."""
-
-    def __init__(self) -> None:
-        self._events: dict[tuple[str, str], Event] = {}
-
-    def begin(self, events: Iterable[Event]) -> None:
-        """Takes in what a step finds: parameters and state as loaded."""
-        self._take(events, "loading")
-
-    def finish(self, events: Iterable[Event]) -> None:
-        """Takes in what a step leaves."""
-        self._take(events, "optimizer")
-
-    def at(self, path: str, port: str) -> Event | None:
-        return self._events.get((path, port))
-
-    def _take(self, events: Iterable[Event], stage: str) -> None:
-        for event in events:
-            port = event.site.port
-            if event.site.phase == stage and (
-                port in ("param", "hyper") or port.startswith("state.")
-            ):
-                self._events[event.site.path, port] = event
 
 
 class _Side:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.checkpoint import PORT, WeightFile, named
+from tracediff.checkpoint import WeightFile, is_of_checkpoint, named
 from tracediff.compare.figures import is_float, one_conversion_apart
 from tracediff.errors import TraceError
 from tracediff.events import Event
@@ -17,11 +17,6 @@ from tracediff.trace import Trace
 from tracediff.trace.summary import digest
 
 _EXPERTS: Final = re.compile(r"(.*)\.(experts|switch_mlp)\.(gate_up|gate|up|down)_proj(\.weight)?")
-
-
-def is_of_checkpoint(event: Event) -> bool:
-    """Whether an event is about a weight file: evidence, and nothing to compare."""
-    return event.site.phase == "loading" and event.site.port == PORT
 
 
 class Files:

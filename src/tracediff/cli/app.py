@@ -6,52 +6,36 @@ import io
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from typer.main import get_command
 
 from tracediff import __version__
-from tracediff.cli import (
-    bisect,
-    demo,
-    diff,
-    record,
-    render,
-    repair,
-    replay,
-    selfcheck,
-    show,
-    stacks,
-    verify,
-)
 from tracediff.cli.output import flush, tell
 from tracediff.errors import TracediffError
 
 USAGE: int = 2
 
-app = typer.Typer(
-    name="tracediff",
-    help="Records two runs of the same training job, on PyTorch and MLX, and names the first "
-    "operation at which they part. Record each run with `record`, then `bisect` the two traces; "
-    "`demo` shows it on a real model.",
-    epilog="Exit codes: 0 the runs agree, 1 they diverge, 2 usage error or unreadable input, "
-    "125 they cannot be compared.",
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+COMMANDS: tuple[str, ...] = (
+    "record",
+    "replay",
+    "selfcheck",
+    "bisect",
+    "diff",
+    "render",
+    "show",
+    "verify",
+    "repair",
+    "stacks",
+    "demo",
 )
+"""Each is a function in a module of its own, both called like it; listed by `--help` in this order.
+"""
+
 _SCRIPT = {"allow_interspersed_args": False}  # what follows SCRIPT is the script's, `--` or not
-app.command("record", context_settings=_SCRIPT)(record.record)
-app.command("replay")(replay.replay)
-app.command("selfcheck", context_settings=_SCRIPT)(selfcheck.selfcheck)
-app.command("bisect")(bisect.bisect)
-app.command("diff")(diff.diff)
-app.command("render")(render.render)
-app.command("show")(show.show)
-app.command("verify")(verify.verify)
-app.command("repair")(repair.repair)
-app.command("stacks")(stacks.stacks)
-app.command("demo")(demo.demo)
+_OF_SCRIPTS = ("record", "selfcheck")
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,7 +46,26 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+def application(commands: Sequence[str] = COMMANDS) -> typer.Typer:
+    """The command line with some of its commands, whose modules are imported here."""
+    app = typer.Typer(
+        name="tracediff",
+        help="Records two runs of the same training job, on PyTorch and MLX, and names the first "
+        "operation at which they part. Record each run with `record`, then `bisect` the two "
+        "traces; `demo` shows it on a real model.",
+        epilog="Exit codes: 0 the runs agree, 1 they diverge, 2 usage error or unreadable input, "
+        "125 they cannot be compared.",
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name in commands:
+        module = import_module(f"tracediff.cli.{name}")
+        settings = _SCRIPT if name in _OF_SCRIPTS else {}
+        app.command(name, context_settings=settings)(getattr(module, name))
+    return app
+
+
 def _root(
     context: typer.Context,
     version: Annotated[
@@ -86,9 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows its code
             stream.reconfigure(errors="backslashreplace")
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    named = given[:1] if given and given[0] in COMMANDS else COMMANDS  # others need no imports
     try:
-        code = get_command(app).main(
-            args=None if arguments is None else list(arguments),
+        code = get_command(application(named)).main(
+            args=given,
             prog_name="tracediff",
             standalone_mode=False,
         )

@@ -83,11 +83,7 @@ def bisect(
 ) -> int:
     """Name the first place at which two runs of the same job part."""
     # Imported here, as in every command: `--help` must not wait for zarr.
-    from tracediff import bisection, deepening
-    from tracediff.postmortem import post_mortem, split_scripts
-    from tracediff.report.html import to_html
-    from tracediff.report.json import dumps, to_json
-    from tracediff.report.terminal import render
+    from tracediff import bisection
 
     output.check_writable(json, html)
     if replay and deepen:
@@ -111,6 +107,8 @@ def bisect(
             )
 
         if deepen:
+            from tracediff import deepening
+
             chosen: dict[str, Any] = {
                 "rules": rules,
                 "min_coverage": min_coverage,
@@ -120,6 +118,8 @@ def bisect(
             a, b = deepening.scripts([str(baseline), str(target), *(scripts or ())])
             verdict = deepening.deepen(a, b, keep=keep, progress=progress, **chosen)
         elif replay:
+            from tracediff.postmortem import post_mortem, split_scripts
+
             both = split_scripts(scripts or [])
             verdict = post_mortem(
                 compare, baseline, target, both, level=level, keep=keep, rules=rules
@@ -127,12 +127,18 @@ def bisect(
         else:
             verdict = compare(baseline, target)
     if html is not None:
+        from tracediff.report.html import to_html
+
         output.write(html, to_html(verdict))
     if json is not None:
+        from tracediff.report.json import dumps, to_json
+
         output.write(json, dumps(to_json(verdict)))
     if output.STDOUT in (json, html):
         for warning in verdict.warnings:
             output.tell(f"warning: {warning}")
     else:
+        from tracediff.report.terminal import render
+
         output.show(render(verdict))
     return verdict.exit_code

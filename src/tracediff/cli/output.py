@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from tracediff.errors import UsageError
 from tracediff.report.text import inert
@@ -63,6 +62,14 @@ def progress() -> Iterator[Callable[[str, int, int], None] | None]:
     if not errors.is_terminal:
         yield None
         return
+    from rich.progress import (  # takes a while, and most runs are in a pipe
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
     with Progress(*columns, TimeElapsedColumn(), console=errors, transient=True) as bar:
         task = bar.add_task("", total=None)

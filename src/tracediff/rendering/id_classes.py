@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.rendering.files import Vocabulary
+from tracediff.rendering.provenance import IGNORED
 from tracediff.rendering.text_classes import Class, bos_class, eos_class
-
-IGNORED: Final = -100
-"""The label that the loss leaves out, in torch and in everything modelled on it."""
 
 _SHORTEST_OVERLAP: Final = 4
 _SHOWN: Final = 60

@@ -11,6 +11,9 @@ TEMPLATE: Final = "template"
 SPECIAL: Final = "special"
 """A token that the tokenizer put in: it stands for no character of the text."""
 
+IGNORED: Final = -100
+"""The label that the loss leaves out, in torch and in everything modelled on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

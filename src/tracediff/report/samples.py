@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from tracediff.rendering.id_classes import IGNORED
-from tracediff.rendering.provenance import SPECIAL, TEMPLATE
+from tracediff.rendering.provenance import IGNORED, SPECIAL, TEMPLATE
 from tracediff.report.text import inert, visible
 from tracediff.verdict import Divergence
 

@@ -22,11 +22,8 @@ from tracediff.errors import (
     TraceExistsError,
     UsageError,
 )
-from tracediff.events import Run
-from tracediff.trace.buffered import BufferedWriter
 from tracediff.trace.manifest import INDEX, MANIFEST, SEGMENTS, SNAPSHOTS
 from tracediff.trace.seal import is_seal
-from tracediff.trace.writer import TraceWriter
 
 _URL: Final = re.compile(r"(s3|gs|gcs|az|azure|abfs|abfss):/+(?P<rest>.+)", re.DOTALL)
 
@@ -107,61 +104,6 @@ class Prefix:
             return {meta["path"]: meta["size"] for batch in batches for meta in batch}
         except self._errors as error:
             raise TraceError(f"cannot read {self.url}: {_first_line(error)}") from None
-
-
-class RemoteWriter(TraceWriter):
-    """Writes each step locally, uploads it when it is committed, and removes the local file."""
-
-    def __init__(self, url: str, run: Run, **options: Any) -> None:
-        """Creates the trace; `options` are those of `TraceWriter`.
-
-        Raises:
-            TraceExistsError: There is a trace; one on object storage is never overwritten.
-            UsageError: See `Prefix`; or `overwrite` was asked for.
-            TraceError: The store refuses.
-        """
-        if options.get("overwrite"):
-            raise UsageError(f"--overwrite does not reach {url}: delete the trace there first")
-        self._prefix = Prefix(url)
-        self._spool = tempfile.TemporaryDirectory(prefix="tracediff-")
-        folder = Path(self._spool.name) / "trace"
-        super().__init__(folder, run, **options)
-        self.place = url
-        self._prefix.put(MANIFEST, (folder / MANIFEST).read_bytes(), new=True)
-
-    def finish(self, status: str = "finished", error: str | None = None) -> None:
-        try:
-            super().finish(status, error)
-        finally:
-            self._spool.cleanup()
-
-    def _publish(self, file: Path) -> None:
-        super()._publish(file)
-        self._prefix.put(file.relative_to(self._root).as_posix(), file)
-        if file.suffix == ".zip":
-            file.unlink()
-
-    def _remove(self, file: Path) -> None:
-        super()._remove(file)
-        self._prefix.delete(file.relative_to(self._root).as_posix())
-
-
-def create_trace(
-    path: str | Path, run: Run, *, max_buffer: int = 0, on_full: str = "wait", **options: Any
-) -> TraceWriter | BufferedWriter:
-    """Starts a trace on the local disk or on object storage, as its path says.
-
-    Args:
-        max_buffer: Bytes that may wait to be written beside the program; 0 writes at once.
-        on_full: See `BufferedWriter`.
-        options: Those of `TraceWriter`.
-
-    Raises:
-        As `TraceWriter` and `RemoteWriter` do.
-    """
-    url = url_of(path)
-    writer = RemoteWriter(url, run, **options) if url else TraceWriter(path, run, **options)
-    return BufferedWriter(writer, max_buffer, on_full) if max_buffer else writer
 
 
 class Mirror:

@@ -20,7 +20,7 @@ from tracediff.trace.seal import SEAL, load_seal
 from tracediff.trace.segment import HierarchyReader, SegmentReader
 from tracediff.trace.snapshot import snapshot_files
 from tracediff.trace.summary import digest, fingerprint
-from tracediff.trace.verify import altered, check_segment, check_snapshot, digest_of
+from tracediff.trace.verification import altered, check_segment, check_snapshot, digest_of
 from tracediff.trace.writer import TraceWriter
 
 _KINDS: Final = {"rng": "state", "rendering": "ids"}
