@@ -166,3 +166,19 @@ def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, str], said
     ):
         pass
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("limit", [0, MIB], ids=["at once", "beside"])
+def test_values_of_any_layout_are_those_that_were_passed(tmp_path: Path, limit: int) -> None:
+    """Each is laid out anew in the same memory."""
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal((3, 40, 50)).transpose(0, 2, 1) for _ in range(4)]
+    values += [values[0][:, ::-2], rng.standard_normal((700, 800)).T]
+    with tape_into(tmp_path / "a", limit) as tape:
+        for call, value in enumerate(values):
+            tape.emit("forward", "fc", "out", value, call=call)
+        tape.advance()
+    assert verify(tmp_path / "a").sound
+    with Trace(tmp_path / "a") as trace:
+        for event, value in zip(trace.events(0), values, strict=True):
+            np.testing.assert_array_equal(trace.array(event), value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import struct
@@ -366,3 +367,34 @@ def test_the_environment_can_leave_the_c_code_unused() -> None:
         check=True,
     )
     assert done.stdout.split() == ["numpy"]
+
+
+def layouts(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Views of a 4-D array in all orders of its axes, and of parts of it."""
+    for axes in itertools.permutations(range(4)):
+        yield array.transpose(axes)
+        yield array.transpose(axes)[::-1, 1:, ::2]
+    yield array[:, :, :, 0]
+    yield array[0, 0, 0].reshape(1, -1).T
+    yield np.broadcast_to(array[:, :1], array.shape).swapaxes(1, 3)
+    yield array[:, :0].T
+    yield array[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["bool", "bfloat16", "float32", "float64", "complex128", "S3"])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 70, 1, 130), (3, 16, 33, 64)])
+def test_packing_is_what_numpy_does(engine: str, name: str, shape: tuple[int, ...]) -> None:
+    dtype = DTYPES.get(name) or np.dtype(name)
+    plain = np.frombuffer(np.random.default_rng(0).bytes(math.prod(shape) * dtype.itemsize), dtype)
+    for array in layouts(plain.reshape(shape)):
+        packed = np.empty(array.shape, dtype)
+        kernels.pack(array, packed)
+        assert packed.tobytes() == array.tobytes()
+
+
+@needs_c
+def test_packing_into_another_size_is_refused() -> None:
+    from tracediff.kernels import _native
+
+    with pytest.raises(ValueError, match="sizes"):
+        _native.pack(np.zeros((4, 4)).T, np.zeros(15))

@@ -66,12 +66,17 @@ class Policy:
             return False
         return self.only is None or _within(path.partition("@")[0], self.only)
 
-    def sketches(self, step: int, phase: str) -> str:
-        """What sketch an event without a payload keeps: a `whole` one, a `short` one, or none."""
-        every = self.state_every if phase == "optimizer" else self.sketch_every
+    def sketches(self, step: int, phase: str, is_operation: bool) -> str:
+        """What sketch an event without a payload keeps: a `whole` one, a `short` one, or none.
+
+        What an update begins with and comes to keeps one at every step, which tells more than
+        those of its operations would.
+        """
+        is_state = phase == "optimizer" and not is_operation
+        every = self.state_every if is_state else self.sketch_every
         if phase == "loading" or step < 3 or step % every == 0:
             return "whole"
-        return "short" if phase == "optimizer" else ""
+        return "short" if is_state else ""
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -6,12 +6,11 @@ so that recorders stay small and all of them record alike.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +19,9 @@ from tracediff.events import Event, Site, sample_step
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
+from tracediff.summaries import Summaries, Summary, name_of
 from tracediff.trace import BufferedWriter, TraceWriter
-from tracediff.trace.summary import (
-    digest,
-    digest_value,
-    euclidean_norm,
-    fingerprint,
-    shortened,
-    sketch,
-)
+from tracediff.trace.summary import digest, digest_value, euclidean_norm, shortened
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
@@ -40,7 +33,6 @@ _BATCH_KINDS: Final = {
     "loss_mask": "mask",
     "mask": "mask",
 }
-
 
 Given = Callable[[Site], NDArray[Any] | None]
 """What a call is to be run on in place of the value it computed at an input's site, or None."""
@@ -80,15 +72,6 @@ class Frame:
         return tuple(orders)
 
 
-class Summary(NamedTuple):
-    """What is known of a value, see `trace.summary`; the sketch is a whole one."""
-
-    digest: bytes
-    dtype: str = ""
-    fingerprint: tuple[float, ...] = ()
-    sketch: NDArray[np.float64] | None = None
-
-
 class Tape:
     """Numbers, summarises and writes the events of a run, step by step.
 
@@ -108,11 +91,10 @@ class Tape:
         self._frames: dict[str, Frame] = {}
         self._batch: dict[bytes, int] = {}
         self._emitted: list[Summary] = []
-        self._kept: dict[tuple[str, str], tuple[bool, str]] = {}
+        self._kept: dict[tuple[str, str, bool], tuple[bool, str]] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
-        self._summaries: dict[tuple[bytes, str], Summary] = {}
-        self._summaries_before = self._summaries
+        self._summaries = Summaries(policy.brief)
         self.on_step_start: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self.on_step_end: list[Callable[[], None]] = []
@@ -155,7 +137,7 @@ class Tape:
             self._batch.clear()
             self._emitted.clear()
             self._kept.clear()
-            self._summaries_before, self._summaries = self._summaries, {}
+            self._summaries.advance()
             self.step_started = False
             if self.rerun is not None and self.step > self.rerun.stop:
                 raise RerunEnded
@@ -340,8 +322,11 @@ class Tape:
                 source = user_line()
             order = self._order
             self._order = order + 1
-            keep, sketches = self._kept.get((phase, kind)) or self._keeps(phase, kind, path)
-            summary, buckets = self._summarised(phase, path, value, sketches)
+            keep, sketches = self._kept.get((phase, kind, "@" in path)) or self._keeps(
+                phase, kind, path
+            )
+            array = self._summaries.packed(value) if is_array else value
+            summary, buckets = self._summarised(phase, path, array, sketches)
             event = Event(
                 site=Site(step, phase, path, call, port),
                 order=order,
@@ -359,7 +344,7 @@ class Tape:
                 attributes=attributes or {},
             )
             self._emitted.append(summary)
-            self.writer.add(event, value if keep and is_array else None)
+            self.writer.add(event, array if keep and is_array else None)
             if phase == "loading" and port == "param":
                 self.loaded[path] = summary.digest, summary.dtype
         return order
@@ -373,37 +358,19 @@ class Tape:
         if not isinstance(value, np.ndarray):
             return Summary(digest_value(value)), None
         if is_sample:
-            return Summary(digest(value), _name_of(value.dtype)), None
-        summary = self._summary(value, bool(sketches))
+            return Summary(digest(value), name_of(value.dtype)), None
+        summary = self._summaries.of(value, bool(sketches))
         whole = summary.sketch if sketches else None
         return summary, whole if sketches == "whole" or whole is None else shortened(whole)
 
     def _keeps(self, phase: str, kind: str, path: str) -> tuple[bool, str]:
         """Whether the payload of an event is kept, and otherwise what sketch."""
-        keep = self.policy.keeps_payload(self.step, phase, kind, path)
-        kept = keep, "" if keep or kind != "tensor" else self.policy.sketches(self.step, phase)
+        keep, is_operation = self.policy.keeps_payload(self.step, phase, kind, path), "@" in path
+        is_sketched = kind == "tensor" and not keep
+        sketches = self.policy.sketches(self.step, phase, is_operation) if is_sketched else ""
         if self.policy.only is None:  # it is the same for all paths
-            self._kept[phase, kind] = kept
-        return kept
-
-    def _summary(self, array: NDArray[Any], sketched: bool) -> Summary:
-        """Summarises each value once in a step and the one after it.
-
-        Most values pass several ports unchanged, and frozen weights stay as they are. The digest is
-        taken each time: memory can be written to in ways that no framework counts.
-        """
-        array = np.ascontiguousarray(array)  # once for all that is computed of it
-        of_value, dtype = digest(array), _name_of(array.dtype)
-        key = of_value, dtype
-        known = self._summaries.get(key)
-        if known is None:
-            known = self._summaries_before.get(key)
-            if known is None:
-                known = Summary(of_value, dtype, fingerprint(array, brief=self.policy.brief))
-            self._summaries[key] = known
-        if sketched and known.sketch is None:
-            known = self._summaries[key] = known._replace(sketch=sketch(array))
-        return known
+            self._kept[phase, kind, is_operation] = keep, sketches
+        return keep, sketches
 
     def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
         """Records one field of a batch as the model (or the loss function) was given it."""
@@ -432,8 +399,3 @@ class Tape:
         """Records settings as events of the environment stage; `path` is the dotted name."""
         for name, value in settings.items():
             self.emit("environment", name, "out", value, kind="setting")
-
-
-@functools.lru_cache
-def _name_of(dtype: np.dtype[Any]) -> str:
-    return dtype.name

@@ -158,6 +158,11 @@ def within(a: NDArray[Any], b: NDArray[Any], relative: float, absolute: float) -
     )
 
 
+def pack(array: NDArray[Any], out: NDArray[Any]) -> None:
+    """Copies an array of any layout into one of its shape and dtype that is C-contiguous."""
+    _engine.pack(array, out)
+
+
 def crc32(data: bytes | memoryview) -> int:
     """CRC-32 of bytes, as `zlib.crc32`."""
     found: int = getattr(_engine, "crc32", zlib.crc32)(data)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 2:
+if _native.interface != 3:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _NAMES: Final = (
@@ -23,6 +23,7 @@ _CODES: Final = {np.dtype(getattr(ml_dtypes, name, name)): code for code, name i
 _BFLOAT16: Final = _NAMES.index("bfloat16")
 _CARRIERS: Final = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
 """A dtype with a buffer and a code for floats of each width; `largest_ulp` reads their bits."""
+_BITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 crc32: Final = _native.crc32 if _native.has_crc32 else zlib.crc32
 
@@ -80,3 +81,12 @@ def within(a: NDArray[Any], b: NDArray[Any], relative: float, absolute: float) -
     if "c" in (a.dtype.kind, b.dtype.kind):
         return in_numpy.within(a, b, relative, absolute)
     return _native.within(*_typed(a), *_typed(b), relative, absolute)
+
+
+def pack(array: NDArray[Any], out: NDArray[Any]) -> None:
+    """See `tracediff.kernels.pack`."""
+    bits = _BITS.get(array.dtype.itemsize)
+    if bits is None:
+        in_numpy.pack(array, out)
+    else:  # as bits, since ml_dtypes' arrays have no buffer of their own
+        _native.pack(array.view(bits), out.view(bits))

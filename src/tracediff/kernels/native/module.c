@@ -5,7 +5,7 @@
 #include "values.h"
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define INTERFACE 2 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 3 /* raised with every change that ../in_c.py has to know of */
 
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
@@ -215,6 +215,28 @@ static PyObject *py_crc32(PyObject *self, PyObject *data)
     return closed(&buffers, PyLong_FromUnsignedLong(found));
 }
 
+static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    Axis axis[MOST_AXES];
+    size_t n = 0, size = 0;
+    (void)self;
+    if (!takes(2, count))
+        return NULL;
+    const char *from = opened(&buffers, args[0], PyBUF_STRIDED_RO, &n);
+    char *to = from ? opened(&buffers, args[1], PyBUF_WRITABLE, &size) : NULL;
+    if (!to)
+        return closed(&buffers, NULL);
+    const Py_buffer *view = &buffers.view[0];
+    size_t width = (size_t)view->itemsize;
+    if (size != n || view->ndim > MOST_AXES || width > sizeof(Wide) || width & (width - 1))
+        return sizes_differ(&buffers);
+    for (int a = 0; a < view->ndim; a++)
+        axis[a].size = (size_t)view->shape[a], axis[a].step = view->strides[a];
+    RUN(n, pack(from, view->ndim, axis, width, to));
+    return closed(&buffers, Py_NewRef(Py_None));
+}
+
 #define FUNCTION(NAME, FLAGS) {#NAME, (PyCFunction)(void (*)(void))py_##NAME, FLAGS, NULL}
 
 static PyMethodDef functions[] = {
@@ -223,6 +245,7 @@ static PyMethodDef functions[] = {
     FUNCTION(differences, METH_FASTCALL),
     FUNCTION(largest_ulp, METH_FASTCALL),
     FUNCTION(within, METH_FASTCALL),
+    FUNCTION(pack, METH_FASTCALL),
     FUNCTION(crc32, METH_O),
     {NULL, NULL, 0, NULL},
 };

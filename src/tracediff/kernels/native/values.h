@@ -11,6 +11,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define LANES 64
@@ -153,6 +154,20 @@ HIDDEN uint64_t largest_ulp(const void *a, const void *b, int code, size_t n);
 /* Whether each pair is equal or within rel * max(|a|, |b|) + abs. */
 HIDDEN int within(
     const void *a, int code_a, const void *b, int code_b, size_t n, double rel, double abs);
+
+typedef struct {
+    size_t size;
+    ptrdiff_t step; /* in bytes */
+} Axis;
+
+typedef struct {
+    uint64_t half[2];
+} Wide; /* of 16 bytes */
+
+#define MOST_AXES 64 /* that NumPy has */
+
+/* Copies an array of elements of 1, 2, 4, 8 or 16 bytes to C order. */
+HIDDEN void pack(const char *from, int axes, const Axis *axis, size_t width, char *to);
 
 /* CRC-32 as zlib computes it; only if `has_crc` says so. */
 HIDDEN int has_crc(void);
