@@ -55,5 +55,5 @@ def _rounded_once(call: Call, value: Floats) -> Replayed:
     """One rounding of the result, and a second where a wider one may have been stored before."""
     times = 2 if is_narrow(call) else 1
     error = ROUNDING * arithmetic(call) * abs(value)
-    reach = reach_of(call, value, error, half_spacing(call, value))
+    reach = reach_of(call, value, error, half_spacing(call, value)) if is_narrow(call) else None
     return Replayed(value, stored(call, value, times), f"{call.op} {call.dtype}", reach)

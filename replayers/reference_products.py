@@ -76,12 +76,13 @@ def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, 
     value = wide(x) @ wide(weight)
     squares = _squares(x) @ _squares(weight)
     roundoff = arithmetic(call)
-    variance = roundoff**2 * length * (squares / 6 + value**2 / 9)
+    variance: Floats = squares / 6 + value**2 / 9
+    variance *= roundoff**2 * length
     cut = float(call.settings.get("operand_roundoff", 0.0))
-    variance = variance + 2 * (ROUNDING * cut) ** 2 * squares
+    variance += 2 * (ROUNDING * cut) ** 2 * squares
     if is_narrow(call):
-        variance = variance + (ROUNDING * storage(call)) ** 2 * squares
-    return value, np.sqrt(variance)
+        variance += (ROUNDING * storage(call)) ** 2 * squares
+    return value, np.sqrt(variance, out=variance)
 
 
 def _squares(array: NDArray[Any]) -> NDArray[np.float32]:

@@ -66,6 +66,7 @@ class Backward:
         self._ins: dict[Key, Event] = {}
         self.grads: dict[Key, Event] = {}
         self._param_grads: Counter[str] = Counter()
+        self._tried: dict[int, slopes.Part] = {}
         # A tensor whose parts have partners of their own is listed more than once.
         for event in {event.site: event for event in events}.values():
             self._take(event)
@@ -237,26 +238,31 @@ class Backward:
         self, parent: Key, key: Key, event: Event, output: Event, rows: Rows, alone: bool
     ) -> Part | None:
         """A call's input that is made of the output and another value between modules."""
-        given, few = self._ins[key], _few(output.shape)
-        whole = _pick(self._trace.array(given), given.shape, few)
-        mine = self._trace.array(output)
-        own = _pick(mine, output.shape, few)
+        given = self._ins[key]
+        whole = _pick(self._trace.array(given), given.shape, _few(given.shape))
+        own = self._few_rows(output)
         for other in self._partners(parent, given, output):
-            array = self._trace.array(other)
-            partner = _pick(array, other.shape, few)
-            found = list(slopes.of_two(whole, own, partner, self._reference))
-            if not found and alone:
-                found = list(slopes.of_activated(whole, own, partner, self._reference))
+            partner = self._few_rows(other)
+            found = next(slopes.of_two(whole, own, partner, self._reference), None)
+            if found is None and alone:
+                found = next(slopes.of_activated(whole, own, partner, self._reference), None)
             part = self._passed_back(key, event, output, rows) if found else None
-            if part is None:
+            if part is None or found is None:
                 continue
-            x, y = _pick(mine, output.shape, rows), _pick(array, other.shape, rows)
-            factor, error = found[0](x, y)
+            x, y = (_pick(self._trace.array(e), e.shape, rows) for e in (output, other))
+            factor, error = found(x, y)
             value = part.value * factor
             stored = unit_roundoff(event.dtype) * np.abs(value)
             spread = np.sqrt((part.spread * factor) ** 2 + (part.value * error) ** 2 + stored**2)
             return Part(value, spread, (key,))
         return None
+
+    def _few_rows(self, event: Event) -> slopes.Part:
+        """A few rows of a value, which is tried as a part of many others."""
+        if event.order not in self._tried:
+            few = _pick(self._trace.array(event), event.shape, _few(event.shape))
+            self._tried[event.order] = slopes.Part(few, self._reference)
+        return self._tried[event.order]
 
     def _partners(self, parent: Key, given: Event, output: Event) -> Iterator[Event]:
         """Values of the same module that can have been combined with the output, itself last."""
@@ -312,6 +318,14 @@ class Backward:
             settings=self._reference.resolve(given.op, settings),
             dtype=dtype,
         )
+
+
+def summed(parts: Sequence[Part]) -> Floats:
+    """The sum of what several users pass back, without its spread."""
+    value = parts[0].value
+    for part in parts[1:]:
+        value = value + part.value
+    return value
 
 
 def together(parts: Sequence[Part], dtype: str) -> Part:

@@ -77,8 +77,12 @@ def ruled(pair: Pair, ruling: Ruling, ledger: Ledger, error: float) -> Passing:
         inherited |= level
     if ruling.within and not inherited.tainted:
         return Passing(inherited, Level(error, error), True)
-    came_in = ruling.passed_on({port: level.carry for port, level in levels.items()})
-    divergent = ruling.passed_on({port: level.actual for port, level in levels.items()})
+    came_in, divergent = ruling.passed_on(
+        (
+            {port: level.carry for port, level in levels.items()},
+            {port: level.actual for port, level in levels.items()},
+        )
+    )
     if "mask" in levels and levels["mask"].tainted and divergent is not None:
         divergent = max(divergent, 1.0)  # another mask is another result
     carry = math.hypot(ruling.rounding, came_in or 0.0)

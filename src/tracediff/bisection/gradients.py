@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.bisection import logit_gradients
-from tracediff.bisection.backward import Backward, Key, Part, Rows, together
+from tracediff.bisection.backward import Backward, Key, Part, Rows, summed, together
 from tracediff.bisection.held import Finding, finding, held
 from tracediff.bisection.memory import Memory
 from tracediff.bisection.recompute import reference
@@ -116,24 +116,30 @@ class Gradients:
             parts, keys = side.of_output(event, rows)
             known.append(parts)
             rests.append(keys)
-        best: list[Part | None] = [None, None]
+        best: list[list[Part] | None] = [None, None]
         closest = math.inf
+        wide = [value.astype(np.float64, copy=False) for value in values]
+        scales = [norm(value.reshape(-1)) or 1.0 for value in wide]
         on_target = set(rests[1])
         choices: list[tuple[Key, Key] | None] = [None]
         choices += [(k, t) for k in rests[0] if (t := self._partner.get(k)) in on_target and t]
         for choice in choices:
-            found = [self._sum(which, known[which], choice, pair, rows) for which in (0, 1)]
-            if found[0] is None or found[1] is None:
+            found = [self._with_rest(which, known[which], choice, rows) for which in (0, 1)]
+            if not found[0] or not found[1]:
                 continue
-            sides = zip(values, found, strict=True)
-            distance = min(_distance(value, part) for value, part in sides if part)
+            sides = zip(wide, scales, found, strict=True)
+            distance = min(_distance(value, scale, parts) for value, scale, parts in sides if parts)
             if distance < closest:
-                best, closest = found, distance
-        return best
+                best, closest = [*found], distance
+        events = _events(pair)
+        return [
+            together(parts, event.dtype) if parts else None
+            for parts, event in zip(best, events, strict=True)
+        ]
 
-    def _sum(
-        self, which: int, known: list[Part], choice: tuple[Key, Key] | None, pair: Pair, rows: Rows
-    ) -> Part | None:
+    def _with_rest(
+        self, which: int, known: list[Part], choice: tuple[Key, Key] | None, rows: Rows
+    ) -> list[Part] | None:
         parts = list(known)
         if choice is not None:
             rest = self._passes[which].gradient_at(choice[which], rows)
@@ -141,14 +147,15 @@ class Gradients:
                 return None
             wide = rest.astype(np.float64)
             parts.append(Part(wide, np.zeros(wide.shape), (choice[which],)))
-        return together(parts, _events(pair)[which].dtype) if parts else None
+        return parts
 
 
-def _distance(value: NDArray[Any], part: Part) -> float:
-    if value.shape != part.value.shape:
+def _distance(value: NDArray[Any], scale: float, parts: Sequence[Part]) -> float:
+    """Of a value from the sum of some parts, whose spread nobody asks for yet."""
+    total = summed(parts)
+    if value.shape != total.shape:
         return math.inf
-    wide = value.astype(np.float64)
-    return norm((wide - part.value).reshape(-1)) / (norm(wide.reshape(-1)) or 1.0)
+    return norm((value - total).reshape(-1)) / scale
 
 
 def _turned(part: Part, pair: Pair) -> Part:

@@ -49,11 +49,10 @@ def finding(a: Side, b: Side, derivation: str) -> Finding | None:
     trial = Trial((a, b))
     if not any(trial.holding):
         return None
-    ratio = trial.ratio
-    if all(trial.holding) or ratio <= 1:
+    if all(trial.holding) or trial.ratio <= 1:
         return Finding(True, Bound(rel_l2=trial.explained(0.0), derivation=derivation))
     evidence = {
         f"distance_{name}": of.distance for name, of in zip(_SIDES, trial.sides, strict=True)
     }
-    bound = Bound(rel_l2=trial.explained(ratio), derivation=derivation)
+    bound = Bound(rel_l2=trial.explained(trial.ratio), derivation=derivation)
     return Finding(False, bound, _SIDES[trial.holding.index(False)], evidence)

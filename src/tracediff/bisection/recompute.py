@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final
@@ -19,6 +19,11 @@ Calls = tuple[Call, Call]
 
 _FEW: Final = 8
 """Rows of a costly operation that are looked at where nothing looks wrong."""
+
+_KEPT: Final = 1 << 22
+"""Random numbers that are kept for a second perturbation of the same inputs."""
+
+_Name = tuple[str, str]
 
 _PRECISIONS: Final = {"high": 2.0**-11, "medium": 2.0**-8}
 """Unit roundoff of what torch cuts float32 operands to on a GPU: TF32 and bfloat16."""
@@ -83,33 +88,66 @@ def on_few_rows(calls: Calls, values: Values, counts: Counts) -> tuple[Calls, Va
     return (a, b), (pick(values[0]), pick(values[1]))
 
 
-def perturbed(call: Call, errors: Mapping[str, float]) -> float | None:
+def perturbed(call: Call, sizes: Sequence[Mapping[str, float]]) -> list[float | None]:
     """How far the output moves, relative to its norm, where the inputs move by so much.
 
     The direction is drawn at random, always the same: rounding errors have none.
 
     Args:
-        errors: Port -> relative L2 error of the input; "" for the parameters.
+        sizes: For each answer, port -> relative L2 error of the input; "" for the parameters.
     """
-    generator = np.random.default_rng(0)
-
-    def moved(name: str, array: NDArray[Any]) -> NDArray[Any]:
-        size = min(errors.get(name, 0.0), 1.0)
-        if not size or array.dtype.kind in "iub" or name == "mask":
-            return array
-        wide = array.astype(np.float64)
-        finite = np.isfinite(wide)
-        scale = math.sqrt(float(np.mean(np.square(wide[finite])))) if finite.any() else 0.0
-        return wide + size * scale * generator.standard_normal(wide.shape)
-
-    inputs = {name: moved(name, array) for name, array in call.inputs.items()}
-    params = {name: moved("", array) for name, array in call.params.items()}
     before = replay(call, call.settings)
-    after = replay(replace(call, inputs=inputs, params=params), call.settings)
-    if before is None or after is None:
-        return None
+    if before is None:
+        return [None] * len(sizes)
     scale = norm(before.value.reshape(-1))
-    return norm((after.value - before.value).reshape(-1)) / scale if scale else 0.0
+    given = {
+        **{("in", n): a for n, a in call.inputs.items()},
+        **{("param", n): a for n, a in call.params.items()},
+    }
+    found: list[float | None] = []
+    drawn: dict[tuple[_Name, ...], list[Floats]] = {}
+    for errors in sizes:
+        moves = {name: size for name, a in given.items() if (size := _size(name, a, errors))}
+        names = tuple(moves)
+        directions = drawn.get(names) or _directions([given[name] for name in names])
+        if sum(direction.size for direction in directions) <= _KEPT:
+            drawn[names] = directions
+        moved = dict(given)
+        for name, direction in zip(names, directions, strict=True):
+            moved[name] = _moved(given[name], moves[name], direction)
+        after = replay(
+            replace(
+                call,
+                inputs={name: moved["in", name] for name in call.inputs},
+                params={name: moved["param", name] for name in call.params},
+            ),
+            call.settings,
+        )
+        if after is None:
+            found.append(None)
+        else:
+            found.append(norm((after.value - before.value).reshape(-1)) / scale if scale else 0.0)
+    return found
+
+
+def _size(name: _Name, array: NDArray[Any], errors: Mapping[str, float]) -> float:
+    """How far an input (by its port) or a parameter moves, relative to its norm."""
+    if array.dtype.kind in "iub" or name == ("in", "mask"):
+        return 0.0
+    return min(errors.get(name[1] if name[0] == "in" else "", 0.0), 1.0)
+
+
+def _directions(arrays: Sequence[NDArray[Any]]) -> list[Floats]:
+    generator = np.random.default_rng(0)
+    return [generator.standard_normal(array.shape) for array in arrays]
+
+
+def _moved(array: NDArray[Any], size: float, direction: Floats) -> Floats:
+    wide = array.astype(np.float64)
+    finite = np.isfinite(wide)
+    scale = math.sqrt(float(np.mean(np.square(wide[finite])))) if finite.any() else 0.0
+    moved: Floats = wide + size * scale * direction
+    return moved
 
 
 def _together(calls: Calls, settings: Mapping[str, Any]) -> tuple[Replayed, Replayed] | None:

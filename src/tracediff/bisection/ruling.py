@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,8 @@ class Ruling:
     note: str = ""
     sources: Mapping[str, Pair] | None = None
 
-    def passed_on(self, errors: Mapping[str, float]) -> float | None:
-        """How far inputs that are apart by `errors` take the output, see `perturbed`."""
+    def passed_on(self, sizes: Sequence[Mapping[str, float]]) -> list[float | None]:
+        """How far inputs that are apart by so much take the output, see `perturbed`."""
         from tracediff.bisection.recompute import perturbed
 
-        return perturbed(self.call, errors)
+        return perturbed(self.call, sizes)

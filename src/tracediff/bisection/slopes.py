@@ -28,24 +28,41 @@ _ACTIVATIONS: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
 )
 
 
-def of_two(whole: Array, own: Array, other: Array, reference: Replayer) -> Iterator[Slope]:
+class Part:
+    """A value, or a few rows of it, with its activations, each computed when first asked for."""
+
+    def __init__(self, array: Array, reference: Replayer) -> None:
+        self.wide: Floats = array.astype(np.float64)
+        self._array = array
+        self._reference = reference
+        self._activated: dict[int, tuple[Floats, Floats]] = {}
+
+    def activated(self, which: int) -> tuple[Floats, Floats]:
+        """By one of `_ACTIVATIONS`, see `_activated`."""
+        if which not in self._activated:
+            found = _activated(*_ACTIVATIONS[which], self._reference, self._array)
+            self._activated[which] = found
+        return self._activated[which]
+
+
+def of_two(whole: Array, own: Part, other: Part, reference: Replayer) -> Iterator[Slope]:
     """How `whole` can be made of two values, with respect to `own`, activations left out."""
-    x, y = own.astype(np.float64), other.astype(np.float64)
+    x, y = own.wide, other.wide
     if _matches(whole, x + y, np.abs(x) + np.abs(y)):
         yield lambda a, b: (np.ones(a.shape), np.zeros(a.shape))
     if _matches(whole, x * y, np.abs(x * y)):
         yield lambda a, b: (b.astype(np.float64), np.zeros(a.shape))
-    for op, settings in _ACTIVATIONS:
-        value, scale = _activated(op, settings, reference, other)
+    for which, (op, settings) in enumerate(_ACTIVATIONS):
+        value, scale = other.activated(which)
         if _matches(whole, x * value, np.abs(x) * scale):
             yield partial(_by_activated, op, settings, reference)
 
 
-def of_activated(whole: Array, own: Array, other: Array, reference: Replayer) -> Iterator[Slope]:
+def of_activated(whole: Array, own: Part, other: Part, reference: Replayer) -> Iterator[Slope]:
     """How `whole` can be made of an activation of `own`, alone or times `other`."""
-    y = other.astype(np.float64)
-    for op, settings in _ACTIVATIONS:
-        value, scale = _activated(op, settings, reference, own)
+    y = other.wide
+    for which, (op, settings) in enumerate(_ACTIVATIONS):
+        value, scale = own.activated(which)
         if _matches(whole, value, scale):
             yield partial(_alone, op, settings, reference)
         if _matches(whole, value * y, scale * np.abs(y)):

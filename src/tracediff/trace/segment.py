@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -30,6 +31,9 @@ from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
 from tracediff.trace.sample_table import SampleTable, parse_variants
 from tracediff.trace.samples import COLUMNS, GROUP, POOLS, ROWS, SampleRows
 from tracediff.trace.summary import digest
+
+_Identity = tuple[str | None, bytes, str, tuple[int, ...]]
+"""Payload, digest, dtype and shape of an event."""
 
 
 class HierarchyReader:
@@ -137,7 +141,7 @@ class SegmentReader(HierarchyReader):
         super().__init__(file)
         self.step = step
         self.column_bytes = 0
-        self._sound: set[tuple[str | None, bytes]] = set()
+        self._sound: dict[_Identity, NDArray[Any] | None] = {}
         self._samples: SampleTable | None = None
         with self.reading():
             self._count = self._check_root()
@@ -164,13 +168,16 @@ class SegmentReader(HierarchyReader):
 
     def array(self, event: Event) -> NDArray[Any]:
         """The payload of an event that has one, compared with its digest when it is first read."""
+        identity = event.payload, event.digest, event.dtype, event.shape
+        if (known := self._sound.get(identity)) is not None:
+            return known
         array = self.payload(event)
-        identity = event.payload, event.digest
         if identity not in self._sound:
             with self.reading():
                 if digest(array) != event.digest:
                     raise ValueError(f"the payload of {event.site} does not have its digest")
-            self._sound.add(identity)
+            # A mapped array takes no memory of its own, so it is kept; others are read again.
+            self._sound[identity] = array if _is_mapped(array) else None
         return array
 
     def payload(self, event: Event) -> NDArray[Any]:
@@ -294,6 +301,13 @@ def _block(archive: Archive, key: str, info: ArrayInfo) -> NDArray[Any]:
         raise ValueError(f"entry {key} has {size} bytes, expected {info.chunk_bytes}")
     flat = np.frombuffer(mapped, info.dtype, size // info.dtype.itemsize, start)
     return flat.reshape(info.chunk)
+
+
+def _is_mapped(array: NDArray[Any]) -> bool:
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap)
 
 
 def _corners(info: ArrayInfo) -> Iterator[tuple[int, ...]]:
