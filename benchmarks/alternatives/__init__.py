@@ -1,0 +1,1 @@
+"""What a user might pick instead of tracediff, recording and comparing."""
