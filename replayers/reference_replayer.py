@@ -16,20 +16,12 @@ from numpy.typing import NDArray
 
 from tracediff import replaying
 from tracediff.replayers import reference_attention as attention
-from tracediff.replayers import (
-    reference_backward,  # noqa: F401  (each enters its formulas into the table)
-    reference_fused,  # noqa: F401
-    reference_layout,  # noqa: F401
-    reference_vjp_fused,  # noqa: F401
-)
 from tracediff.replayers import reference_elementwise as elementwise
 from tracediff.replayers import reference_glue as glue
 from tracediff.replayers import reference_losses as losses
 from tracediff.replayers import reference_norms as norms
-from tracediff.replayers import reference_operations as operations
 from tracediff.replayers import reference_products as products
 from tracediff.replayers import reference_rope as rope
-from tracediff.replayers import reference_vjp as vjp
 from tracediff.replayers.reference_gradients import gradient_of
 from tracediff.replaying import Call, Operation, Replayed, Use
 
@@ -150,10 +142,16 @@ class Replayer(replaying.Replayer):
             return found
         return replace(found, value=found.value[rows], spread=found.spread[rows])
 
+    # Most traces hold no single operations, and their formulas are half of the reference.
+
     def recompute(self, operation: Operation) -> Replayed | None:
+        from tracediff.replayers.reference_catalogue import operations
+
         return operations.recompute(operation)
 
     def pull_back(self, uses: Sequence[Use], dtype: str) -> Replayed | None:
+        from tracediff.replayers.reference_catalogue import vjp
+
         return vjp.pull_back(uses, dtype)
 
 

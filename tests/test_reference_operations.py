@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tracediff.replayers.reference_operations import FORMULAS
+from tracediff.replayers.reference_catalogue import operations
 from tracediff.replayers.reference_replayer import Replayer
 from tracediff.replaying import Operation, Replayed
 
@@ -191,7 +191,7 @@ def test_a_histogram_and_a_scatter_by_hand() -> None:
 
 
 def test_every_formula_refuses_arguments_that_it_does_not_know() -> None:
-    for canonical in FORMULAS:
+    for canonical in operations.FORMULAS:
         assert Replayer().recompute(
             Operation(canonical=canonical, inputs=(), shape=(7,))
         ) is None or (canonical in ("zeros", "ones"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tracediff.replayers.reference_catalogue import vjp
 from tracediff.replayers.reference_replayer import Replayer
-from tracediff.replayers.reference_vjp import RULES
 from tracediff.replaying import Operation, Use
 
 Array = NDArray[Any]
@@ -119,9 +119,9 @@ def operation(case: Case, inputs: tuple[Array, ...]) -> Operation:
 
 def value_of(case: Case, inputs: tuple[Array, ...]) -> Array:
     """The forward formula, of whatever shape it gives."""
-    from tracediff.replayers.reference_operations import FORMULAS
+    from tracediff.replayers.reference_catalogue import operations
 
-    found = FORMULAS[case[0]](operation(case, inputs))
+    found = operations.FORMULAS[case[0]](operation(case, inputs))
     assert found is not None
     return found.value
 
@@ -149,7 +149,7 @@ def test_a_pulled_back_gradient_is_the_difference_of_the_function(name: str) -> 
 
 
 def test_every_rule_is_tried() -> None:
-    assert set(RULES) - {case[0] for case in CASES.values()} <= {
+    assert set(vjp.RULES) - {case[0] for case in CASES.values()} <= {
         *("logaddexp", "softplus", "detach", "min", "identity", "alias")  # no forward formula
     }
 

@@ -343,7 +343,7 @@ def _listed(side: _Side, rows: Integers, same: NDArray[np.bool_], limit: int) ->
     np.minimum.at(first, side.place[unequal], side.rows.order[unequal])
     sizes = np.bincount(place, minlength=len(side.samples))
     listed = np.zeros(len(side.samples), bool)
-    groups = [group for group in np.unique(which).tolist() if group]
+    groups = sorted(set(which.tolist()) - {0})
     for group in groups:
         members = np.flatnonzero(which == group)
         members = members[np.argsort(first[members], kind="stable")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from html import escape
 from typing import Any, Final
 
 from rich.text import Text
@@ -89,6 +88,8 @@ def as_html(first: Divergence) -> Iterator[str]:
 
 
 def _span(shown: str, kind: str) -> str:
+    from html import escape
+
     text = escape(inert(shown))
     colour = _COLOURS.get(kind)
     return f'<span style="color:{colour}" title="{kind}">{text}</span>' if colour else text

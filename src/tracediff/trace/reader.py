@@ -36,12 +36,13 @@ from tracediff.trace.remote import Mirror, place, url_of
 from tracediff.trace.samples import SampleRows, place_of
 from tracediff.trace.seal import load_seal
 from tracediff.trace.segment import SegmentReader
-from tracediff.trace.snapshot import Tree, load_snapshot, snapshot_files, snapshots_among
 from tracediff.trace.sums import Marks
 
 if TYPE_CHECKING:
     import xarray as xr
     from rich.console import RenderableType
+
+    from tracediff.trace.snapshot import Tree
 
 CACHED_STEPS: Final = 16
 """Segments that are kept open, and whose events are kept in memory, at a time."""
@@ -285,10 +286,14 @@ class Trace:
         file = self._snapshot_files().get(step)
         if file is None:
             raise TraceError(f"{self.place} has no snapshot of step {step}")
+        from tracediff.trace.snapshot import load_snapshot
+
         with self._fetched(file):
             return load_snapshot(file, step)
 
     def _snapshot_files(self) -> dict[int, Path]:
+        from tracediff.trace.snapshot import snapshot_files, snapshots_among
+
         if self._mirror is not None:
             return snapshots_among(self._mirror.files(SNAPSHOTS))
         return snapshot_files(self.path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,11 @@ from tracediff.trace.compression import (
 from tracediff.trace.documents import load_json
 from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
-from tracediff.trace.sample_table import SampleTable, parse_variants
 from tracediff.trace.samples import COLUMNS, GROUP, POOLS, ROWS, SampleRows
 from tracediff.trace.summary import digest
+
+if TYPE_CHECKING:
+    from tracediff.trace.sample_table import SampleTable
 
 _Identity = tuple[str | None, bytes, str, tuple[int, ...]]
 """Payload, digest, dtype and shape of an event."""
@@ -211,6 +213,8 @@ class SegmentReader(HierarchyReader):
     def _table(self) -> SampleTable | None:
         """The table of samples, its columns read and checked when it is first asked for."""
         if self._samples is None and f"{GROUP}/{MANIFEST}" in self.archive.entries:
+            from tracediff.trace.sample_table import SampleTable, parse_variants
+
             with self.reading():
                 group = self._document(f"{GROUP}/{MANIFEST}")
                 rows, variants = parse_variants(group)

@@ -1,0 +1,12 @@
+"""The formulas of single operations and of their gradients, all of them in their tables."""
+
+from tracediff.replayers import (
+    reference_backward,  # noqa: F401  (each enters its formulas into the table)
+    reference_fused,  # noqa: F401
+    reference_layout,  # noqa: F401
+    reference_vjp_fused,  # noqa: F401
+)
+from tracediff.replayers import reference_operations as operations
+from tracediff.replayers import reference_vjp as vjp
+
+__all__ = ["operations", "vjp"]
