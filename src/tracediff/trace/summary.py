@@ -24,8 +24,9 @@ FINGERPRINT_FIELDS: Final = STATISTICS
 SHORT_SKETCH: Final = 32
 """Buckets of a short sketch: every eighth of a whole one's, summed."""
 
-QUANTILE_LIMIT: Final = 1 << 20
-"""Quantiles of larger tensors are NaN: they would cost more than recording them."""
+QUANTILE_LIMIT: Final = 1 << 14
+"""Quantiles of larger tensors are NaN: they cost more than all else that is done with a tensor, and
+the more elements two tensors of one distribution have, the more alike their quantiles are."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 """Types of which a list is JSON as it stands."""
