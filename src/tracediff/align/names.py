@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,6 +114,7 @@ def load_rules(path: Path) -> Rules:
     )
 
 
+@lru_cache(1 << 14)
 def canonical(stack: str, path: str) -> str:
     """The name of a path in the vocabulary that all stacks share."""
     for pattern, replacement in _ALIASES.get(stack, ()):
