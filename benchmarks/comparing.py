@@ -24,7 +24,6 @@ BLOCK: Final = 2
 FACTOR: Final = 1.01
 LEVELS: Final = ("digest", "module")
 TARGETS: Final = ("equal", "rounding", "fault")
-ARGUMENTS: Final = {"bisect": ["--json", "-"], "diff": ["--json", "-"], "show": ["--json", "-"]}
 
 
 def record(folder: Path) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tracediff.align.fingerprints import distance
-from tracediff.align.flow import Value
-from tracediff.align.matching import ValuePair
 from tracediff.bisection.healing import Step, origin
 from tracediff.bisection.localised import operation_judge
-from tracediff.bisection.operations import OperationJudge
 from tracediff.bisection.options import Options
 from tracediff.compare.figures import measure
 from tracediff.errors import UsageError
 from tracediff.trace import Trace
 from tracediff.verdict import ErrorFigures
+
+if TYPE_CHECKING:
+    from tracediff.align.flow import Value
+    from tracediff.align.matching import ValuePair
+    from tracediff.bisection.operations import OperationJudge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

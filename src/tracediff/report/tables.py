@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from tracediff.bisection import SiteRow
 from tracediff.errors import UsageError
 from tracediff.events import STAGES, Site
 from tracediff.report.json import FORMAT, plain
 from tracediff.report.marks import mark
 from tracediff.report.text import count, figure, inert
-from tracediff.stacks import StackInfo
-from tracediff.trace import Repair, Verification
+
+if TYPE_CHECKING:
+    from tracediff.bisection import SiteRow
+    from tracediff.stacks import StackInfo
+    from tracediff.trace import Repair, Verification
+
+_FIGURES: Final = ("error", "bound", "max abs")
+_SITE_HEADINGS: Final = ("", "site", *_FIGURES, "origin", "matched by", "target's site")
 
 
 def select(rows: Sequence[SiteRow], stage: str | None, step: int | None) -> list[SiteRow]:
@@ -46,16 +52,6 @@ def select(rows: Sequence[SiteRow], stage: str | None, step: int | None) -> list
 
 def sites(rows: Sequence[SiteRow]) -> RenderableType:
     """Every site on a line of its own, in execution order, the unmatched ones last."""
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("site", overflow="fold", ratio=2)
-    for heading in ("error", "bound", "max abs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("origin", no_wrap=True)
-    table.add_column("matched by", overflow="fold")
-    table.add_column("target's site", overflow="fold", ratio=1)
-    for row in rows:
-        table.add_row(*_site_cells(row))
     marks = Counter(row.mark for row in rows)
     compared = len(rows) - marks["unmatched"]
     healed = sum(row.origin == "healed" for row in rows)
@@ -63,7 +59,49 @@ def sites(rows: Sequence[SiteRow]) -> RenderableType:
         f"{count(compared, 'site')} compared, {marks['diverged']:,} diverged"
         f"{f' ({healed:,} of them healed)' if healed else ''}, {marks['unmatched']:,} unmatched"
     )
-    return Group(table, Text(), Text(total, "bold"))
+    return Group(_Sites(rows), Text(), Text(total, "bold"))
+
+
+class _Sites:
+    """The table of sites.
+
+    Where each row fits on a line, as in a pipe, it is put together here: rich measures and wraps
+    every cell, which takes longer than comparing small traces.
+    """
+
+    def __init__(self, rows: Sequence[SiteRow]) -> None:
+        self._rows = [tuple(_site_cells(row)) for row in rows]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        headings = tuple(Text(heading, "dim") for heading in _SITE_HEADINGS)
+        lines = [headings, *self._rows]
+        widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
+        if sum(widths) + 2 * len(widths) > options.max_width:
+            yield self._folded()
+            return
+        right = [heading in _FIGURES for heading in _SITE_HEADINGS]
+        for cells in lines:
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+                gap = " " * (width - cell.cell_len)
+                between = "  " if column else ""
+                yield Segment(between + gap if right[column] else between)
+                yield Segment(cell.plain, console.get_style(cell.style))
+                if not right[column]:
+                    yield Segment(gap)
+            yield Segment.line()
+
+    def _folded(self) -> Table:
+        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
+        table.add_column("", no_wrap=True)
+        table.add_column("site", overflow="fold", ratio=2)
+        for heading in _FIGURES:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("origin", no_wrap=True)
+        table.add_column("matched by", overflow="fold")
+        table.add_column("target's site", overflow="fold", ratio=1)
+        for cells in self._rows:
+            table.add_row(*cells)
+        return table
 
 
 def _site_cells(row: SiteRow) -> Iterator[Text]:
