@@ -362,6 +362,25 @@ def test_hostile_columns_are_refused(path: Path, changes: dict[str, object]) -> 
     assert found.damage[0].where == "segments/0/00000001.zip"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"events/shard/c/0": None},
+        {"events/shard/c/0": b"\2\0\0\0" + b"\xff\xff\xff\x7f" * 9},
+        {"events/shard/zarr.json": lambda d: {**d, "shape": [2]}},
+        {"events/shard/zarr.json": lambda d: {**d, "data_type": "float64"}},
+    ],
+    ids=["missing", "lengths", "shape", "type"],
+)
+def test_a_hostile_column_of_shards_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    value = (np.ones(3), {"shard": "0=2@0|S(0)|6|0"})
+    path = build_trace(tmp_path / "t", [("0/loading/w:param", value)])
+    rewrite(path, change, step=0)
+    with pytest.raises(CorruptTraceError, match=r"00000000\.zip"):
+        Trace(path).events(0)
+    assert not verify(path).sound
+
+
 def chunked(document: dict[str, object], shape: list[int], chunk: list[int]) -> dict[str, object]:
     grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
     return {**document, "shape": shape, "chunk_grid": grid}

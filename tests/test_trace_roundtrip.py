@@ -117,6 +117,22 @@ def test_chunked_arrays_come_back(
     assert verify(trace.path).sound
 
 
+def test_shards_come_back_and_what_is_whole_takes_no_column(tmp_path: Path) -> None:
+    shard = "dp=4@1,tp=2@0|S(0),R|1024x512|256,0"
+    sites = [f"0/loading/{name}:param" for name in ("w", "b")]
+    value = np.ones((256, 512), np.float32)
+    path = build_trace(tmp_path / "a", [(sites[0], (value, {"shard": shard})), (sites[1], value)])
+    with Trace(path) as trace:
+        assert [trace.find(site).shard for site in sites] == [shard, ""]
+    whole = build_trace(tmp_path / "b", [(site, value) for site in sites])
+    with Trace(whole) as trace:
+        assert [trace.find(site).shard for site in sites] == ["", ""]
+    stored = [zipfile.ZipFile(segments(each)[0]).namelist() for each in (path, whole)]
+    assert ["events/shard/c/0" in names for names in stored] == [True, False]
+    assert Trace(path).index(0).values != Trace(whole).index(0).values
+    assert verify(path).sound
+
+
 def segments(path: Path) -> list[Path]:
     return sorted(path.glob("segments/*/*.zip"))
 

@@ -126,6 +126,8 @@ class Event:
         dtype: Logical dtype by its NumPy or ml_dtypes name (`float32`, `bfloat16`), "" for text.
         shape: Shape of the tensor, () for text, scalars and settings.
         dims: Names of the dimensions, as many as `shape` has, or () where unknown.
+        shard: Which part of a distributed tensor the value is, as docs/trace-format.md describes;
+            "" for a value that is whole.
         digest: xxh3-128 of the canonical bytes, 16 bytes.
         fingerprint: Layout-invariant statistics, float64, see `trace.summary.FINGERPRINT_FIELDS`;
             () for what is no tensor.
@@ -146,6 +148,7 @@ class Event:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     dims: tuple[str, ...] = ()
+    shard: str = ""
     digest: bytes = b""
     fingerprint: tuple[float, ...] = ()
     sketch: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)

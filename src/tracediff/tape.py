@@ -208,10 +208,13 @@ class Tape:
         dims: tuple[str, ...] = (),
         attributes: Mapping[str, Any] | None = None,
         kind: str = "tensor",
+        shard: str = "",
     ) -> int:
         """Records an input of a call. Its inputs are what the calling code could have used."""
         inputs = frame.parent.available() if frame.parent else self._from_batch(array)
-        order = self._emit_call(frame, frame.phase, port, array, inputs, dims, attributes, kind)
+        order = self._emit_call(
+            frame, frame.phase, port, array, inputs, dims, attributes, kind, shard
+        )
         frame.ins.append(order)
         return order
 
@@ -222,10 +225,13 @@ class Tape:
         array: NDArray[Any],
         dims: tuple[str, ...] = (),
         attributes: Mapping[str, Any] | None = None,
+        shard: str = "",
     ) -> int:
         """Records an output of a call, computed from its inputs and its children's outputs."""
         inputs = frame.available()
-        order = self._emit_call(frame, frame.phase, port, array, inputs, dims, attributes)
+        order = self._emit_call(
+            frame, frame.phase, port, array, inputs, dims, attributes, shard=shard
+        )
         frame.outs.append(order)
         return order
 
@@ -245,14 +251,20 @@ class Tape:
         frame.ins[:] = [*(kept for kept in frame.ins if kept not in replaced), order]
 
     def emit_grad(
-        self, frame: Frame, port: str, array: NDArray[Any], dims: tuple[str, ...] = ()
+        self,
+        frame: Frame,
+        port: str,
+        array: NDArray[Any],
+        dims: tuple[str, ...] = (),
+        shard: str = "",
     ) -> int:
         """Records the gradient of the loss with respect to an output of a past call.
 
         Where the call was in an earlier step (a generator, whose loss comes after the update of
         the discriminator), the gradient has no edges: orders count within a step.
         """
-        order = self._emit_call(frame, "backward", port, array, frame.downstream(), dims)
+        inputs = frame.downstream()
+        order = self._emit_call(frame, "backward", port, array, inputs, dims, shard=shard)
         if frame.step == self.step:
             frame.grads.append(order)
         return order
@@ -267,6 +279,7 @@ class Tape:
         dims: tuple[str, ...],
         attributes: Mapping[str, Any] | None = None,
         kind: str = "tensor",
+        shard: str = "",
     ) -> int:
         return self.emit(
             phase,
@@ -278,6 +291,7 @@ class Tape:
             op=frame.op,
             source=frame.source,
             dims=dims,
+            shard=shard,
             inputs=inputs if frame.step == self.step else (),
             attributes=attributes,
         )
@@ -296,6 +310,7 @@ class Tape:
         op: str = "",
         source: str = "",
         dims: Sequence[str] = (),
+        shard: str = "",
         inputs: Sequence[int] = (),
         attributes: Mapping[str, Any] | None = None,
     ) -> int:
@@ -305,6 +320,7 @@ class Tape:
             value: An array (any NumPy or ml_dtypes dtype), a text, or any JSON value.
             kind: One of `events.KINDS`; by default `tensor` for arrays, `text` for strings and
                 `setting` for the rest.
+            shard: Which part of a distributed tensor it is, see `events.Event`.
             inputs: Orders of the events that the value was computed from.
         """
         if isinstance(value, np.generic):
@@ -336,6 +352,7 @@ class Tape:
                 dtype=summary.dtype,
                 shape=value.shape if is_array else (),
                 dims=tuple(dims),
+                shard=shard,
                 digest=summary.digest,
                 fingerprint=summary.fingerprint,
                 sketch=buckets,

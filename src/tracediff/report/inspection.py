@@ -120,6 +120,7 @@ class SiteView:
             "dtype": event.dtype,
             "shape": list(event.shape) if event.dtype else "",
             "dims": ", ".join(event.dims),
+            "shard": event.shard,
             "digest": event.digest.hex(),
             "value": "" if event.value is None else event.value,
             **event.attributes,
@@ -149,7 +150,7 @@ class SiteView:
 
 
 def _event_json(event: Event) -> dict[str, Any]:
-    names = ("order", "kind", "op", "source", "dtype", "shape", "dims", "digest", "value")
+    names = ("order", "kind", "op", "source", "dtype", "shape", "dims", "shard", "digest", "value")
     record = {name: getattr(event, name) for name in names}
     fingerprint = dict(zip(FINGERPRINT_FIELDS, event.fingerprint, strict=False))
     shown = {"site": str(event.site), **record, "attributes": event.attributes}

@@ -35,6 +35,7 @@ _TEXTS: Final[Mapping[str, Callable[[Event], str | None]]] = {
     "op": attrgetter("op"),
     "source": attrgetter("source"),
     "dtype": attrgetter("dtype"),
+    "shard": attrgetter("shard"),
     "payload": attrgetter("payload"),
 }
 _JSON: Final[Mapping[str, Callable[[Event], Any]]] = {
@@ -62,7 +63,7 @@ _LAYOUT: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
     "short_sketch_index": ("int64", ()),
 }
 _SKETCHES: Final[Mapping[str, int]] = {"sketch": SKETCH_SIZE, "short_sketch": SHORT_SKETCH}
-OPTIONAL: Final = ("short_sketch", "short_sketch_index")
+OPTIONAL: Final = ("shard", "short_sketch", "short_sketch_index")
 """Columns that a segment need not have; no event then has such a value."""
 
 COLUMNS: Final = ("digest", *sorted({*STRING_COLUMNS, *_LAYOUT} - {"digest"}))
@@ -107,10 +108,11 @@ class Encoder:
 
     def encode(self, events: Sequence[Event]) -> dict[str, Texts]:
         """The columns of strings, by name."""
-        columns = {
-            name: self._column(name, list(map(text_of, events)), _escaped)
-            for name, text_of in _TEXTS.items()
-        }
+        columns = {}
+        for name, text_of in _TEXTS.items():
+            texts = list(map(text_of, events))
+            if name not in OPTIONAL or any(texts):
+                columns[name] = self._column(name, texts, _escaped)
         for name, value_of in _JSON.items():
             rows = list(map(value_of, events))
             if name in _ITEMS:
@@ -171,7 +173,8 @@ def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
         ValueError: A field does not hold what it should.
     """
     count = len(columns["order"])
-    texts = {name: [unescape_text(text) for text in columns[name]] for name in _TEXTS}
+    absent = [""] * count
+    texts = {name: [unescape_text(t) for t in columns.get(name, absent)] for name in _TEXTS}
     tuples = {name: [_load_tuple(name, text) for text in columns[name]] for name in _ITEMS}
     values = [load_json(text) if text else None for text in columns["value"]]
     attributes = [load_attributes(text) for text in columns["attributes"]]
@@ -194,6 +197,7 @@ def decode(columns: Mapping[str, Column], step: int) -> list[Event]:
             dtype=texts["dtype"][i],
             shape=tuples["shape"][i],
             dims=tuples["dims"][i],
+            shard=texts["shard"][i],
             digest=digest if any(digest) else b"",
             fingerprint=tuple(statistics[i]) if present[i] else (),
             sketch=sketches.get(i),

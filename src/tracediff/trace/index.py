@@ -282,9 +282,11 @@ def _number(step: int, digest: str) -> int:
 
 
 def _identities(events: Sequence[Event]) -> list[bytes]:
-    """Site, dtype, shape and digest of each event, without the step's number."""
-    fields = [
-        (e.site.phase, e.site.path, e.site.call, e.site.port, e.dtype, e.shape) for e in events
+    """Site, dtype, shape, shard and digest of each event, without the step's number."""
+    fields: list[tuple[object, ...]] = [
+        (e.site.phase, e.site.path, e.site.call, e.site.port, e.dtype, e.shape)
+        + ((e.shard,) if e.shard else ())  # what is whole has the digests of earlier releases
+        for e in events
     ]
     return [head + event.digest for head, event in zip(_heads(tuple(fields)), events, strict=True)]
 

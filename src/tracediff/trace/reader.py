@@ -335,6 +335,8 @@ class Trace:
 
         array = self.array(event)
         attributes = {"op": event.op, "source": event.source, "kind": event.kind}
+        if event.shard:
+            attributes["shard"] = event.shard
         return xr.DataArray(array, dims=dims_of(event), name=str(event.site), attrs=attributes)
 
     def to_datatree(self) -> xr.DataTree:

@@ -121,6 +121,7 @@ def as_written(event: Event, of_value: bytes, payload: str | None) -> Event:
         dtype=event.dtype,
         shape=event.shape,
         dims=event.dims,
+        shard=event.shard,
         digest=of_value,
         fingerprint=event.fingerprint,
         sketch=event.sketch,

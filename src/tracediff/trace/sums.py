@@ -66,8 +66,13 @@ def structure(events: Iterable[Event], samples: bytes = b"") -> str:
         samples: Root of the rendered samples, so that only steps of equal samples are alike.
     """
     chosen = marked(events)
-    sites = [event.site for event in chosen]
-    names = tuple([(site.phase, site.path, site.call, site.port) for site in sites])
+    names: tuple[tuple[object, ...], ...] = tuple(
+        [
+            (e.site.phase, e.site.path, e.site.call, e.site.port)
+            + ((e.shard,) if e.shard else ())  # marks of different parts are not alike
+            for e in chosen
+        ]
+    )
     return _structure(names, tuple(map(width, chosen)), samples)
 
 
