@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -374,6 +375,7 @@ _GRADIENTS: Final[tuple[tuple[re.Pattern[str], Gradient], ...]] = tuple(
 )
 
 
+@lru_cache
 def gradient_of(op: str) -> Gradient | None:
     """The gradient of an operation with one input, or of a loss with labels as well."""
     return next((found for pattern, found in _GRADIENTS if pattern.fullmatch(op)), None)

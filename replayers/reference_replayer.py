@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -102,8 +102,7 @@ class Replayer(replaying.Replayer):
         return formula is not None and formula.function in (products.linear, products.conv1d)
 
     def resolve(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        implied = next((given for pattern, given in _IMPLIED if pattern.fullmatch(op)), {})
-        resolved = {**implied, **settings}
+        resolved = {**_implied(op), **settings}
         if op == "RoPE":
             resolved |= rope.resolve(settings)
         return resolved
@@ -155,5 +154,11 @@ class Replayer(replaying.Replayer):
         return vjp.pull_back(uses, dtype)
 
 
+@lru_cache
+def _implied(op: str) -> Mapping[str, Any]:
+    return next((given for pattern, given in _IMPLIED if pattern.fullmatch(op)), {})
+
+
+@lru_cache
 def _formula(op: str) -> _Formula | None:
     return next((formula for pattern, formula in _FORMULAS if pattern.fullmatch(op)), None)

@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -114,17 +115,22 @@ class Backward:
 
     def _owners(self, path: str) -> list[tuple[str, str]]:
         """Modules with a formula that hold a parameter, the innermost, and its name in each."""
-        found = [
-            (module, name)
-            for module in dict.fromkeys(path for path, _ in self._ins)
-            for name, event in self._memory.params(module).items()
-            if event.site.path == path and self._differentiates((module, 0))
-        ]
+        found = self._holders.get(path, [])
         return [
             (module, name)
             for module, name in found
             if not any(other.startswith(f"{module}.") for other, _ in found)
         ]
+
+    @cached_property
+    def _holders(self) -> dict[str, list[tuple[str, str]]]:
+        """Parameter -> modules with a formula that hold it, and its name in each."""
+        found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for module in dict.fromkeys(path for path, _ in self._ins):
+            if self._differentiates((module, 0)):
+                for name, event in self._memory.params(module).items():
+                    found[event.site.path].append((module, name))
+        return found
 
     # ---- gradients of values ---------------------------------------------------------------
 
