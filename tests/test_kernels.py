@@ -398,3 +398,50 @@ def test_packing_into_another_size_is_refused() -> None:
 
     with pytest.raises(ValueError, match="sizes"):
         _native.pack(np.zeros((4, 4)).T, np.zeros(15))
+
+
+def summed(elements: NDArray[np.float64]) -> float:
+    """The sum in the order that the kernels promise, whatever the processor."""
+    total = 0.0
+    for start in range(0, elements.size, BLOCK):
+        block = elements[start : start + BLOCK]
+        rows = np.append(block, np.zeros(-block.size % 64)).reshape(-1, 64)
+        lanes = np.zeros(64)
+        for row in rows:
+            lanes += row
+        while lanes.size > 1:
+            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+        total += float(lanes[0])
+    return total
+
+
+@needs_c
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "int32"])
+def test_sums_have_one_order_on_all_processors(name: str, full: bool) -> None:
+    rng = np.random.default_rng(0)
+    for size in (63, 4096, BLOCK + 4096 + 17, 3 * BLOCK):
+        array = (rng.standard_normal(size) * 100).astype(DTYPES[name])
+        array[::50] = 0
+        if name != "int32":
+            array[size // 2 :: 5000] = np.inf
+            array[size // 3 :: 5000] = np.nan
+        x = array.astype(np.float64)
+        finite = x[np.isfinite(x)]
+        x[~np.isfinite(x)] = 0
+        with kernels.using("native"):
+            found = dict(
+                zip(
+                    FINGERPRINT_FIELDS,
+                    kernels.fingerprint(array, full=full, ranked=False),
+                    strict=True,
+                )
+            )
+        assert found["mean"] == summed(x) / finite.size
+        assert found["abs_mean"] == summed(np.abs(x)) / finite.size
+        assert found["l2"] == math.sqrt(summed(x * x))
+        assert (found["min"], found["max"]) == (finite.min(), finite.max())
+        assert found["zero"] == np.count_nonzero(finite == 0)
+        if full:
+            assert found["third_moment"] == summed(x * x * x) / finite.size
+            assert found["fourth_moment"] == summed((x * x) * (x * x)) / finite.size

@@ -1,13 +1,7 @@
 /* Counts, extremes and power sums of the finite elements, in one pass. */
 #include "values.h"
 
-typedef struct {
-    double sum[LANES], abs[LANES], square[LANES], cube[LANES], fourth[LANES];
-    double low[LANES], high[LANES];
-    int64_t zero[LANES];
-} Lanes;
-
-INLINE void add_part(const double *restrict x, Lanes *restrict to, double *restrict lows,
+INLINE void add_part(const double *restrict x, Sums *restrict to, double *restrict lows,
     double *restrict highs, int full)
 {
     for (size_t i = 0; i < LANES; i++) {
@@ -77,7 +71,11 @@ INLINE void start(double *lane, double value)
 INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *found)
 {
     double x[PART], low[LANES], high[LANES];
-    Lanes lanes;
+    Sums lanes;
+    Narrow extremes;
+    int in_tiles = (code == F32 || code == BF16) && !full && n >= TILE && has_tiles();
+    for (size_t i = 0; i < LANES; i++)
+        extremes.low[i] = INFINITY, extremes.high[i] = -INFINITY;
     start(lanes.low, INFINITY);
     start(lanes.high, -INFINITY);
     memset(lanes.zero, 0, sizeof lanes.zero);
@@ -87,6 +85,11 @@ INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *f
         n -= block;
         memset(lanes.sum, 0, 5 * sizeof lanes.sum);
         while (block) {
+            if (in_tiles && block >= TILE && add_tile(at, code, &lanes, &extremes)) {
+                at += TILE * WIDTH[code];
+                block -= TILE;
+                continue;
+            }
             size_t part = block < PART ? block : PART;
             int bad = widen(at, code, part, x);
             ask(at + PART * WIDTH[code], PART * WIDTH[code]);
@@ -113,6 +116,8 @@ INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *f
         }
     }
     for (size_t i = 0; i < LANES; i++) {
+        found->low = extremes.low[i] < found->low ? extremes.low[i] : found->low;
+        found->high = extremes.high[i] > found->high ? extremes.high[i] : found->high;
         found->low = lanes.low[i] < found->low ? lanes.low[i] : found->low;
         found->high = lanes.high[i] > found->high ? lanes.high[i] : found->high;
         found->zero += (size_t)lanes.zero[i];

@@ -10,7 +10,7 @@
 /* `rows` rows of `columns` elements; steps in bytes, those of the target's columns are one element.
  * A tile is read whole before it is written: rows that are a power of two apart share a set of the
  * cache, which holds a few of them only. */
-#define TILE(TYPE, DOWN, ACROSS)                                                                   \
+#define ONE_TILE(TYPE, DOWN, ACROSS)                                                                   \
     for (size_t j = 0; j < (ACROSS); j++)                                                          \
         for (size_t i = 0; i < (DOWN); i++)                                                        \
             memcpy(&tile[j][i], source + (ptrdiff_t)j * column + (ptrdiff_t)i * row, sizeof(TYPE)); \
@@ -31,9 +31,9 @@
                     size_t down = rows - r < SIDE ? rows - r : SIDE;                               \
                     size_t across = columns - c < SIDE ? columns - c : SIDE;                       \
                     if (down == SIDE && across == SIDE) {                                          \
-                        TILE(TYPE, SIDE, SIDE);                                                    \
+                        ONE_TILE(TYPE, SIDE, SIDE);                                                    \
                     } else {                                                                       \
-                        TILE(TYPE, down, across);                                                  \
+                        ONE_TILE(TYPE, down, across);                                                  \
                     }                                                                              \
                 }                                                                                  \
     }                                                                                              \

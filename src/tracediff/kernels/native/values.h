@@ -134,6 +134,25 @@ typedef struct {
     double max_abs, delta, a, b, worst, different, nonfinite, used;
 } Figures;
 
+/* The sums of a block in the making, and extremes and counts of zeros of all blocks so far. */
+typedef struct {
+    double sum[LANES], abs[LANES], square[LANES], cube[LANES], fourth[LANES];
+    double low[LANES], high[LANES];
+    int64_t zero[LANES];
+} Sums;
+
+typedef struct {
+    float low[LANES], high[LANES];
+} Narrow;
+
+#define TILE (1 << 12) /* elements that are added at once where `has_tiles` says so */
+
+HIDDEN int has_tiles(void);
+
+/* Adds all but cubes and fourth powers of a tile of F32 or BF16; 0 if it was not added, because of a
+ * NaN or an infinity in it. */
+HIDDEN int add_tile(const void *from, int code, Sums *to, Narrow *extremes);
+
 /* Of n elements; `full` adds third and fourth powers. */
 HIDDEN void moments(const void *from, int code, size_t n, int full, Moments *found);
 
