@@ -16,6 +16,7 @@ from torch import nn
 
 from tracediff.recorders.pytorch_identity import ByIdentity
 from tracediff.recorders.pytorch_roots import Named, is_compiled, unwrapped
+from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import (
     Ports,
@@ -25,6 +26,7 @@ from tracediff.recorders.pytorch_tensors import (
     input_ports,
     is_integer,
     output_ports,
+    read_part,
     to_numpy,
 )
 from tracediff.recording import Frame, Patches
@@ -240,11 +242,12 @@ class ModuleHooks:
         orders = {}
         attributes = {"skipped": ports.skipped} if ports.skipped else None
         for port, tensor in ports.tensors:
-            if (array := to_numpy(tensor)) is None:
+            array, shard = read_part(tensor)
+            if array is None:
                 self._state.tape.note("tensors without plain values of their own were left out")
                 continue
             dims = hidden_dims(tensor, self._batch)
-            orders[port] = emit(frame, port, array, dims=dims, attributes=attributes)
+            orders[port] = emit(frame, port, array, dims=dims, attributes=attributes, shard=shard)
             attributes = None
         return orders
 
@@ -253,7 +256,7 @@ class ModuleHooks:
     def hook(self, frame: Frame, port: str, tensor: torch.Tensor, dims: tuple[str, ...]) -> None:
         """Records the gradient of an output when there is one."""
         # A leaf outlives the step, and so would its hook; parameters have hooks of their own.
-        if not tensor.requires_grad or tensor.is_leaf or not has_values(tensor):
+        if not tensor.requires_grad or tensor.is_leaf or not has_values(local_part(tensor)):
             return
         name = "grad_" + port
 
@@ -273,14 +276,24 @@ class ModuleHooks:
 
     def _parameter_grad(self, named: Named, grad: torch.Tensor) -> None:
         state = self._state
-        if not state.recording or (array := to_numpy(grad)) is None:
+        if not state.recording:
+            return
+        array, shard = read_part(grad)
+        if array is None:
             return
         frames = [frame for path in named.owners if (frame := state.tape.frame_of(path))]
         inputs = [order for frame in frames for order in (*frame.grads, *frame.ins)]
         call = state.backward_call
         port = state.unique(named.path, call, "grad")
         state.tape.emit(
-            "backward", named.path, port, array, call=call, dims=named.dims, inputs=inputs
+            "backward",
+            named.path,
+            port,
+            array,
+            call=call,
+            dims=named.dims,
+            shard=shard,
+            inputs=inputs,
         )
 
     def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -18,8 +19,9 @@ from torch.optim.optimizer import (
 
 from tracediff.recorders.pytorch_dataflow import address_of
 from tracediff.recorders.pytorch_identity import ByIdentity
+from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State
-from tracediff.recorders.pytorch_tensors import out_of_sight, scalar, to_numpy
+from tracediff.recorders.pytorch_tensors import out_of_sight, read_part, scalar, to_numpy
 from tracediff.recording import Patches
 
 _IMPLEMENTATION: Final = frozenset(
@@ -102,13 +104,14 @@ class OptimizerHooks:
             path = self._path(index, parameter)
             self._name_memory(path, parameter, optimizer.state.get(parameter, {}))
             inputs = self._load_state(optimizer, path, parameter)
-            if parameter.grad is not None and (grad := to_numpy(parameter.grad)) is not None:
-                inputs.append(self._emit(parameter, path, "grad", grad, op=op))
+            grad, shard = (None, "") if parameter.grad is None else read_part(parameter.grad)
+            if grad is not None:
+                inputs.append(self._emit(parameter, path, "grad", grad, op=op, shard=shard))
                 square += self._state.tape.norm_of(inputs[-1]) ** 2
             hyper = hyper_parameters(optimizer, group, parameter)
             inputs.append(self._emit(parameter, path, "hyper", hyper, op=op))
             with out_of_sight():
-                before = parameter.detach().clone()
+                before = local_part(parameter).detach().clone()
             self._pending.append(Updated(index, parameter, before, tuple(inputs)))
         self._trajectory("grad_norm", np.float64(np.sqrt(square)))
         for index, group in enumerate(optimizer.param_groups):
@@ -124,15 +127,17 @@ class OptimizerHooks:
         for updated in self._pending:
             parameter, inputs = updated.parameter, list(updated.inputs)
             path = self._path(updated.index, parameter)  # a closure may have named it by now
-            for name, value in _state_tensors(optimizer, parameter):
+            for name, value, shard in _state_tensors(optimizer, parameter):
                 port = f"state.{name}"
-                inputs.append(self._emit(parameter, path, port, value, op, updated.inputs))
+                order = self._emit(parameter, path, port, value, op, updated.inputs, shard)
+                inputs.append(order)
+            after, shard = read_part(parameter)
             with out_of_sight():
-                difference = parameter.detach() - updated.before
+                difference = local_part(parameter).detach() - updated.before
             if (update := to_numpy(difference)) is not None:
-                inputs = [self._emit(parameter, path, "update", update, op, inputs)]
-            if (after := to_numpy(parameter)) is not None:
-                self._emit(parameter, path, "param", after, op, inputs)
+                inputs = [self._emit(parameter, path, "update", update, op, inputs, shard)]
+            if after is not None:
+                self._emit(parameter, path, "param", after, op, inputs, shard)
         self._pending = []
         self._state.tape.advance()
 
@@ -158,8 +163,8 @@ class OptimizerHooks:
             return []
         self._loaded.set(parameter, True)
         return [
-            self._state.tape.emit("loading", path, f"state.{name}", value)
-            for name, value in _state_tensors(optimizer, parameter)
+            self._state.tape.emit("loading", path, f"state.{name}", value, shard=shard)
+            for name, value, shard in _state_tensors(optimizer, parameter)
         ]
 
     def _emit(
@@ -170,11 +175,13 @@ class OptimizerHooks:
         value: Any,
         op: str,
         inputs: Sequence[int] = (),
+        shard: str = "",
     ) -> int:
         named = self._state.roots.named(parameter)
-        dims = named.dims if named and np.shape(value) == tuple(parameter.shape) else ()
+        own = tuple(local_part(parameter).shape)
+        dims = named.dims if named and np.shape(value) == own else ()
         return self._state.tape.emit(
-            "optimizer", path, port, value, op=op, dims=dims, inputs=inputs
+            "optimizer", path, port, value, op=op, dims=dims, shard=shard, inputs=inputs
         )
 
     def _trajectory(self, path: str, value: np.float64) -> None:
@@ -184,13 +191,14 @@ class OptimizerHooks:
 
 def _state_tensors(
     optimizer: Optimizer, parameter: torch.Tensor
-) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Tensors that an optimizer keeps for a parameter; its step counter is a hyper-parameter."""
+) -> Iterator[tuple[str, NDArray[Any], str]]:
+    """Tensors that an optimizer keeps for a parameter, each with which part of it this is; its step
+    counter is a hyper-parameter."""
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
     for name, value in state.items():
-        array = to_numpy(value) if isinstance(value, torch.Tensor) else None
+        array, shard = read_part(value) if isinstance(value, torch.Tensor) else (None, "")
         if name != "step" and array is not None:
-            yield name, array
+            yield name, array, shard
 
 
 def hyper_parameters(

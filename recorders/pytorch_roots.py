@@ -12,7 +12,8 @@ from torch import nn
 
 from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.pytorch_identity import ByIdentity
-from tracediff.recorders.pytorch_tensors import to_numpy
+from tracediff.recorders.pytorch_shards import is_distributed, local_part
+from tracediff.recorders.pytorch_tensors import read_part
 from tracediff.recording import Tape, join_path, root_path
 
 _TRANSPARENT: Final[Mapping[str, str]] = {
@@ -101,8 +102,7 @@ class Roots:
     def emit_loaded(self) -> None:
         """Records all parameters and buffers as they are now."""
         for tensor, named in self.tensors():
-            if (array := to_numpy(tensor)) is not None:
-                self._emit(tensor, named, array)
+            self._emit(tensor, named)
 
     def is_root(self, module: nn.Module) -> bool:
         return any(root() is module for root in self._roots)
@@ -176,12 +176,13 @@ class Roots:
     def _name(self, index: int, root: nn.Module) -> None:
         """Names and records what has no name yet."""
         modules = named_modules(root)
+        sharded = {known.path for tensor, known in self.tensors() if is_distributed(tensor)}
         for tensor, named in _named_tensors(index, modules):
-            if self._named.get(tensor) is not None:
+            # FSDP puts a whole copy in the place of a parameter while its module needs it.
+            if self._named.get(tensor) is not None or named.path in sharded:
                 continue
             self._named.set(tensor, named)
-            if (array := to_numpy(tensor)) is not None:
-                self._emit(tensor, named, array)
+            self._emit(tensor, named)
         settings: dict[str, Any] = {}
         for name, module in modules:
             if self._paths.get(module) is None:
@@ -192,14 +193,24 @@ class Roots:
         self._tape.emit_settings({k: v for k, v in settings.items() if k not in self._settings})
         self._settings |= settings.keys()
 
-    def _emit(self, tensor: torch.Tensor, named: Named, array: Any) -> None:
+    def _emit(self, tensor: torch.Tensor, named: Named) -> None:
+        array, shard = read_part(tensor)
+        if array is None:
+            return
+        local = local_part(tensor)
         attributes: dict[str, Any] = {"trainable": tensor.requires_grad, "aliases": named.aliases}
-        if tensor.layout is torch.strided and not tensor.is_contiguous():
-            attributes["strides"] = list(tensor.stride())
+        if local.layout is torch.strided and not local.is_contiguous():
+            attributes["strides"] = list(local.stride())
         if named.port == "buffer":
             attributes["persistent"] = named.persistent
         self._tape.emit(
-            "loading", named.path, named.port, array, dims=named.dims, attributes=attributes
+            "loading",
+            named.path,
+            named.port,
+            array,
+            dims=named.dims,
+            shard=shard,
+            attributes=attributes,
         )
 
 

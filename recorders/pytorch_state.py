@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.pytorch_roots import Roots
-from tracediff.recorders.pytorch_tensors import Ports, to_numpy
+from tracediff.recorders.pytorch_tensors import Ports, read_part
 from tracediff.recording import Frame, Tape
 
 
@@ -88,8 +87,12 @@ class State:
 
     def emit_grad(self, frame: Frame, port: str, grad: torch.Tensor, dims: tuple[str, ...]) -> None:
         """Records the gradient of a module's output."""
-        if self.recording and (array := to_numpy(grad)) is not None:
-            self.tape.emit_grad(frame, self.unique(frame.path, frame.call, port), array, dims=dims)
+        if not self.recording:
+            return
+        array, shard = read_part(grad)
+        if array is not None:
+            port = self.unique(frame.path, frame.call, port)
+            self.tape.emit_grad(frame, port, array, dims=dims, shard=shard)
 
     def unique(self, path: str, call: int, port: str) -> str:
         """`port`, or `port@1`, `port@2` ... where one call is differentiated several times."""
@@ -104,8 +107,10 @@ class State:
         self, phase: str, path: str, port: str, value: torch.Tensor, **extra: Any
     ) -> tuple[int, ...]:
         """Records a tensor; returns its order as a tuple, empty if it has no values."""
-        array: NDArray[Any] | None = to_numpy(value)
-        return () if array is None else (self.tape.emit(phase, path, port, array, **extra),)
+        array, shard = read_part(value)
+        if array is None:
+            return ()
+        return (self.tape.emit(phase, path, port, array, shard=shard, **extra),)
 
 
 def in_backward() -> bool:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
 
 from tracediff.recorders import ports
 from tracediff.recorders.ports import PortNames, method_names
+from tracediff.recorders.pytorch_shards import local_part, shard_of
 
 _SILENT: Final = (torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 """Classes of arguments that hold no tensors and are not worth a word."""
@@ -65,6 +66,20 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
         return None
     with out_of_sight():
         return _read(tensor.detach())
+
+
+def read_part(tensor: torch.Tensor) -> tuple[NDArray[Any] | None, str]:
+    """The values of a tensor, and of a distributed one those of the part that this process holds.
+
+    Returns:
+        As `to_numpy`, and which part it is: "" for what is whole. A process outside of the mesh of
+        a distributed tensor holds nothing of it.
+    """
+    if type(tensor) in _ORDINARY:
+        return to_numpy(tensor), ""
+    with out_of_sight():
+        shard = shard_of(tensor)
+        return None if "@-" in shard else to_numpy(local_part(tensor)), shard
 
 
 def from_numpy(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -159,13 +174,14 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def scalar(value: Any) -> Any:
-    """A Python number for a 0-d tensor, anything else as it is.
+    """A Python number for a 0-d tensor (a part of a distributed one), anything else as it is.
 
     float32 becomes the shortest decimal that rounds to it: a rate of 0.001 is 0.001, as the user
     wrote it and as the other stacks keep it.
     """
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         return value
+    value = local_part(value)
     array = to_numpy(value)
     if array is None or is_integer(value):
         return value.item()

@@ -1,0 +1,150 @@
+"""Jobs of two processes that train distributed tensors; `python -m tests.shard_jobs FOLDER`.
+
+Each process records all jobs one after the other, and writes what they computed to
+`FOLDER/results-<rank>.json`: by job, and whether it was recorded, the losses and the bits of the
+weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import tracediff
+
+STEPS = 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.relu(self.fc1(self.norm(x))))
+
+
+def tensor_parallel(mesh: DeviceMesh, fc1: Any, fc2: Any) -> nn.Module:
+    model = Block()
+    for name, parameter in list(model.norm.named_parameters()):
+        held = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+        model.norm.register_parameter(name, nn.Parameter(held))
+    hold = [Replicate()]
+    model.norm.register_forward_pre_hook(lambda _, args: DTensor.from_local(args[0], mesh, hold))
+    return parallelize_module(model, mesh, {"fc1": fc1, "fc2": fc2})
+
+
+def columns(mesh: DeviceMesh) -> nn.Module:
+    """The first layer cut along its outputs, the second along its inputs."""
+    return tensor_parallel(mesh, ColwiseParallel(use_local_output=False), RowwiseParallel())
+
+
+def rows(mesh: DeviceMesh) -> nn.Module:
+    """The other way round, so that no part of a weight is the same."""
+    return tensor_parallel(
+        mesh,
+        RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
+        ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+    )
+
+
+def whole(mesh: DeviceMesh) -> nn.Module:
+    return Block()
+
+
+def fully_sharded(mesh: DeviceMesh) -> nn.Module:
+    """FSDP2, with sizes that two processes do not share evenly."""
+    model = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 3))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    """Of two calls: FSDP keeps the parameters of the outermost module whole between them."""
+    calls = [model(torch.randn(4, 8, generator=generator)) for _ in range(2)]
+    return torch.cat(calls).square().mean()
+
+
+def train(model: nn.Module, seed: int, fault: Callable[[int, nn.Module], None]) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, generator)
+        loss.backward()
+        fault(step, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def bits(model: nn.Module) -> list[str]:
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [tensor.detach().numpy().tobytes().hex() for tensor in local]
+
+
+def no_fault(step: int, model: nn.Module) -> None:
+    pass
+
+
+def wrong_gradient(step: int, model: nn.Module) -> None:
+    """One process scales one row of its part of a gradient, in the second step."""
+    if dist.get_rank() == 1 and step == 1:
+        model.fc1.weight.grad.to_local()[3] *= 1.01
+
+
+JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Module], None]]] = {
+    "columns": (columns, no_fault),
+    "twin": (columns, no_fault),
+    "faulty": (columns, wrong_gradient),
+    "rows": (rows, no_fault),
+    "whole": (whole, no_fault),
+    "fsdp": (fully_sharded, no_fault),
+}
+
+
+def run(name: str, mesh: DeviceMesh, folder: Path | None) -> dict[str, Any]:
+    torch.manual_seed(7)
+    make, fault = JOBS[name]
+    recorder = tracediff.record(folder / name, stack="pytorch") if folder else nullcontext()
+    with recorder:
+        model = make(mesh)
+        own = dist.get_rank() if name == "fsdp" else 0  # data-parallel processes differ in data
+        losses = train(model, own, fault)
+        dist.barrier()
+    return {"losses": losses, "weights": bits(model)}
+
+
+def main(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = {
+        name: {"recorded": run(name, mesh, folder), "alone": run(name, mesh, None)} for name in JOBS
+    }
+    (folder / f"results-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,207 @@
+"""Distributed tensors: every process records its part, says which it is, and changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.shard_jobs import JOBS, Block, loss_of
+from tracediff.bisection import bisect
+from tracediff.recorders.pytorch_shards import shard_of
+from tracediff.recorders.pytorch_tensors import read_part
+from tracediff.trace import Trace, verify
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The traces of all jobs, of two processes that gloo connects on the CPU."""
+    folder = tmp_path_factory.mktemp("shards")
+    environment = os.environ | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.shard_jobs", str(folder)],
+            cwd=ROOT,
+            env=environment | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+    return folder
+
+
+def results(runs: Path, rank: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads((runs / f"results-{rank}.json").read_text())
+    return found
+
+
+def assembled(path: Path, site: str) -> np.ndarray[Any, Any]:
+    """The whole that the parts of two ranks make, each put where its text says."""
+    whole = None
+    with Trace(path) as first, first.of_rank(1) as second:
+        for trace in (first, second):
+            event = trace.find(site)
+            part = trace.array(event)
+            _, _, shape, offset = event.shard.split("|")
+            if whole is None:
+                whole = np.full(tuple(map(int, shape.split("x"))), np.nan, part.dtype)
+            starts = map(int, offset.split(","))
+            whole[tuple(slice(o, o + n) for o, n in zip(starts, part.shape, strict=True))] = part
+    assert whole is not None
+    return whole
+
+
+# ---- recording ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_recording_changes_no_loss_and_no_weight(runs: Path, job: str) -> None:
+    for rank in (0, 1):
+        found = results(runs, rank)[job]
+        assert found["recorded"] == found["alone"]
+    assert verify(runs / job).sound
+
+
+def test_parts_say_where_in_the_whole_they_stand(runs: Path) -> None:
+    torch.manual_seed(7)
+    model = Block()
+    for name in ("fc1.weight", "fc1.bias", "fc2.weight"):
+        for job in ("columns", "rows"):
+            if (job, name) == ("rows", "fc1.bias"):
+                continue  # replicated there
+            found = assembled(runs / job, f"0/loading/{name}:param")
+            np.testing.assert_array_equal(found, model.get_parameter(name).detach().numpy())
+
+
+def test_what_every_process_holds_whole_is_no_part(runs: Path) -> None:
+    with Trace(runs / "columns") as trace:
+        sites = ["norm.weight:param", "norm.bias:param", "fc2.bias:param"]
+        assert {trace.find(f"0/loading/{site}").shard for site in sites} == {""}
+        assert trace.find("0/forward/norm#0:out").shard == ""
+    with Trace(runs / "whole") as trace:
+        assert not any(event.shard for event in trace.events())
+
+
+def test_outputs_and_gradients_of_tensor_parallel_layers_are_recorded(runs: Path) -> None:
+    path = runs / "columns"
+    with Trace(path) as trace, trace.of_rank(1) as other, Trace(runs / "whole") as plain:
+        assert trace.find("0/forward/fc1#0:out").shard == "tp=2@0|S(1)|4x16|0,0"
+        assert other.find("0/forward/fc1#0:out").shard == "tp=2@1|S(1)|4x16|0,8"
+        assert trace.find("0/backward/norm#0:grad_out").shard == "tp=2@0|P(sum)|4x8|0,0"
+        for site in (
+            "0/forward/fc1#0:out",
+            "0/backward/fc1#0:grad_out",
+            "0/backward/fc1.weight#0:grad",
+            "0/optimizer/fc2.weight:grad",
+            "0/optimizer/fc1.weight:update",
+        ):
+            expected = plain.array(plain.find(site))
+            np.testing.assert_allclose(assembled(path, site), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_the_state_of_fully_sharded_parameters_is_recorded(runs: Path) -> None:
+    """FSDP2: each process averages the gradients of both over its part of the parameters."""
+    path = runs / "fsdp"
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 3))
+    for rank in (0, 1):
+        (loss_of(model, torch.Generator().manual_seed(rank)) / 2).backward()
+    for name, parameter in model.named_parameters():
+        loaded = assembled(path, f"0/loading/{name}:param")
+        np.testing.assert_array_equal(loaded, parameter.detach().numpy())
+        assert parameter.grad is not None
+        gradient = assembled(path, f"0/optimizer/{name}:grad")
+        np.testing.assert_allclose(gradient, parameter.grad.numpy(), rtol=1e-4, atol=1e-7)
+        moment = assembled(path, f"0/optimizer/{name}:state.exp_avg")
+        np.testing.assert_allclose(moment, 0.1 * gradient, rtol=1e-5, atol=1e-9)
+        before, update, after = (
+            assembled(path, site)
+            for site in (
+                f"0/optimizer/{name}:param",
+                f"1/optimizer/{name}:update",
+                f"1/optimizer/{name}:param",
+            )
+        )
+        np.testing.assert_allclose(before + update, after, rtol=1e-5, atol=1e-7)
+    with Trace(path) as trace, trace.of_rank(1) as other:
+        loaded_once = [event for event in trace.events() if event.site.phase == "loading"]
+        assert len(loaded_once) == 4
+        assert other.find("0/loading/2.weight:param").shape == (1, 10)  # of three rows
+
+
+# ---- which part it is ---------------------------------------------------------------------------
+
+
+def test_offsets_are_those_of_the_values() -> None:
+    """All placements over a mesh of three by two, of sizes that it does not divide."""
+    shapes = ((7, 5), (4, 6), (1, 3), (13,))
+    for rank in range(6):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+        try:
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            for shape in shapes:
+                whole = torch.arange(float(np.prod(shape))).reshape(shape)
+                kinds = [Replicate(), *map(Shard, range(len(shape)))]
+                for placements in itertools.product(kinds, repeat=2):
+                    check(distribute_tensor(whole, mesh, placements, src_data_rank=None), whole)
+            part = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Partial()])
+            at = f"dp=3@{rank // 2},tp=2@{rank % 2}"
+            assert shard_of(part) == f"{at}|S(0),P(sum)|6x3|{rank // 2 * 2},0"
+            scalar = DTensor.from_local(torch.ones(()), mesh, [Replicate(), Partial("avg")])
+            assert shard_of(scalar) == f"{at}|R,P(avg)||"
+        finally:
+            dist.destroy_process_group()
+
+
+def check(tensor: DTensor, whole: torch.Tensor) -> None:
+    array, shard = read_part(tensor)
+    assert array is not None
+    if not shard:
+        assert all(isinstance(placement, Replicate) for placement in tensor.placements)
+        np.testing.assert_array_equal(array, whole.numpy())
+        return
+    _, placements, shape, offset = shard.split("|")
+    assert placements == ",".join(map(str, tensor.placements))
+    assert shape == "x".join(map(str, whole.shape))
+    starts = map(int, offset.split(","))
+    place = tuple(slice(o, o + n) for o, n in zip(starts, array.shape, strict=True))
+    np.testing.assert_array_equal(array, whole.numpy()[place])
+
+
+# ---- comparing ----------------------------------------------------------------------------------
+
+
+def test_equal_runs_of_shards_agree(runs: Path) -> None:
+    verdict = bisect(runs / "columns", runs / "twin")
+    assert (verdict.outcome, verdict.coverage) == ("identical", 1.0)
+
+
+def test_a_fault_in_one_part_is_named_with_its_rank(runs: Path) -> None:
+    verdict = bisect(runs / "columns", runs / "faulty")
+    assert verdict.first is not None
+    assert (verdict.rank, verdict.first.site) == (1, "1/optimizer/fc1.weight:grad")
+    assert {deviation.index[0] for deviation in verdict.first.deviations} == {3}
