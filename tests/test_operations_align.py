@@ -381,3 +381,28 @@ def test_a_square_transpose_is_no_identity() -> None:
 
 def test_unrelated_values_have_no_layout() -> None:
     assert find_layout(floats(6, 8, seed=1), floats(8, 6, seed=2)) is None
+
+
+def test_what_is_like_another_layer_is_no_pair_against_the_order_of_computation() -> None:
+    """The baseline adds to a root, the target takes the root of a sum, as updates of Adam do; in
+    another layer, where nothing else happens, the two additions are the same."""
+    random = np.random.default_rng(0)
+    mean, first, second = np.abs(random.standard_normal((3, 64))).astype(np.float32)
+    a, b = Run(), Run()
+    for layer in ("layers.0", "layers.1"):
+        a.add(f"{layer}@lerp", mean)
+        b.add(f"{layer}@add", mean)
+    for run in (a, b):
+        run.add("layers.0@add", first)
+    v = a.add("layers.1@addcmul", second)
+    root = a.add("layers.1@sqrt", np.sqrt(second), [v])
+    a.add("layers.1@add", np.sqrt(second) + np.float32(0.1), [root])
+    v = b.add("layers.1@mul", second)
+    wrong = second * np.float32(1.01)
+    total = b.add("layers.1@add", wrong, [v])
+    b.add("layers.1@sqrt", np.sqrt(wrong), [total])
+    b.add("layers.1@add", 3 * mean)
+    found = names(align(a, b))
+    assert ("0/forward/layers.1@sqrt#0:out", "0/forward/layers.1@sqrt#0:out") in found
+    assert ("0/forward/layers.0@add#0:out", "0/forward/layers.0@add#1:out") in found
+    assert ("0/forward/layers.1@add#0:out", "0/forward/layers.1@add#1:out") not in found

@@ -246,7 +246,9 @@ def _by_pattern(matching: Matching) -> None:
         if len(known) != 1:
             continue
         partner = places.get((next(iter(known)), numbers))
-        if partner and partner not in matching.partner[0] and partner.count == value.count:
+        if partner is None or partner in matching.partner[0] or partner.count != value.count:
+            continue
+        if matching.is_causal(partner, value):
             matching.pair(partner, value, "pattern")
 
 
