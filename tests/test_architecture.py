@@ -139,7 +139,7 @@ def test_only_the_trace_package_knows_zarr(path: Path) -> None:
 
 def test_a_fresh_process_loads_no_framework() -> None:
     program = (
-        "import sys, tracediff.cli, tracediff\n"
+        "import sys, tracediff.cli.app, tracediff\n"
         "tracediff.bisect, tracediff.record, tracediff.Trace, tracediff.verify\n"
         f"print(*sorted({FRAMEWORKS!r} & set(sys.modules)))"
     )
@@ -150,7 +150,7 @@ def test_a_fresh_process_loads_no_framework() -> None:
 
 
 def test_help_does_not_wait_for_zarr() -> None:
-    program = "import sys, tracediff.cli; print('zarr' in sys.modules, 'xarray' in sys.modules)"
+    program = "import sys, tracediff.cli.app; print('zarr' in sys.modules, 'xarray' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

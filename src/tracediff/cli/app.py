@@ -14,7 +14,6 @@ from typer.main import get_command
 
 from tracediff import __version__
 from tracediff.cli.output import flush, tell
-from tracediff.cli.process import prepare
 from tracediff.errors import TracediffError
 
 USAGE: int = 2
@@ -87,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What follows `tracediff` on the command line; `sys.argv[1:]` by default.
     """
-    prepare()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows its code
             stream.reconfigure(errors="backslashreplace")

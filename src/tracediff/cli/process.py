@@ -7,7 +7,7 @@ import gc
 import sys
 from typing import Final
 
-_YOUNG: Final = 50_000
+_YOUNG: Final = 100_000
 """Objects between two collections: modules and events are made by the ten thousand, and stay."""
 
 _M_TRIM_THRESHOLD: Final = -1
