@@ -4,12 +4,14 @@ One forward and backward of the tiny Qwen3 of `benchmarks.overhead` on PyTorch, 
 levels `digest` and `module`, as it is and three times more: again (every value equal), with the
 formula of attention in place of its fused kernel (values apart by rounding), and with the output of
 one block's MLP 1% too large (a fault: every value after it differs). Each command then runs in
-fresh processes; the median counts, by the clock. `--keep DIR` keeps the traces.
+fresh processes; the median counts, by the clock and in processor
+time, which says more on a busy machine. `--keep DIR` keeps the traces.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import subprocess
 import sys
@@ -52,16 +54,22 @@ def record(folder: Path) -> None:
                 model(input_ids=ids, labels=ids).loss.backward()
 
 
-def seconds(arguments: list[str]) -> float:
-    """One command in a fresh process, by the clock."""
-    began = time.perf_counter()
+def processor() -> float:
+    """Processor time of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def seconds(arguments: list[str]) -> tuple[float, float]:
+    """One command in a fresh process, by the clock and in processor time."""
+    before, began = processor(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "tracediff", *arguments], capture_output=True, text=True
     )
     elapsed = time.perf_counter() - began
     if done.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(arguments)}: {done.stderr}")
-    return elapsed
+    return elapsed, processor() - before
 
 
 def main() -> None:
@@ -81,12 +89,14 @@ def main() -> None:
             for command in ("bisect", "diff", "show")
             if command != "show" or target == "fault"
         }
-        taken: dict[str, list[float]] = {name: [] for name in commands}
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
         for _ in range(given.rounds):  # in turns, so that a busy moment hits all of them
             for name, arguments in commands.items():
                 taken[name].append(seconds(arguments))
     for name, times in taken.items():
-        print(f"{name:26} {statistics.median(times):.2f} s (least {min(times):.2f})")
+        both = zip(*times, strict=True)
+        told = [f"{statistics.median(of):.2f} s (least {min(of):.2f})" for of in both]
+        print(f"{name:24} clock {told[0]}, processor {told[1]}")
 
 
 def traces(command: str, folder: Path, target: str, level: str) -> list[str]:
