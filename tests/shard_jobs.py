@@ -71,9 +71,13 @@ def whole(mesh: DeviceMesh) -> nn.Module:
     return Block()
 
 
+def mlp(mesh: DeviceMesh | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 3))
+
+
 def fully_sharded(mesh: DeviceMesh) -> nn.Module:
     """FSDP2, with sizes that two processes do not share evenly."""
-    model = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 3))
+    model = mlp()
     fully_shard(model[0], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -82,6 +86,18 @@ def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
     """Of two calls: FSDP keeps the parameters of the outermost module whole between them."""
     calls = [model(torch.randn(4, 8, generator=generator)) for _ in range(2)]
     return torch.cat(calls).square().mean()
+
+
+def rounded(make: Callable[[DeviceMesh], nn.Module]) -> Callable[[DeviceMesh], nn.Module]:
+    """The same model with another rounding of what its first module computes."""
+
+    def rounding(mesh: DeviceMesh) -> nn.Module:
+        model = make(mesh)
+        first = next(model.children())
+        first.register_forward_hook(lambda module, args, out: out * (1 + 2.0**-23))
+        return model
+
+    return rounding
 
 
 def train(model: nn.Module, seed: int, fault: Callable[[int, nn.Module], None]) -> list[str]:
@@ -116,18 +132,23 @@ def wrong_gradient(step: int, model: nn.Module) -> None:
 JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Module], None]]] = {
     "columns": (columns, no_fault),
     "twin": (columns, no_fault),
+    "rounded": (rounded(columns), no_fault),
     "faulty": (columns, wrong_gradient),
     "rows": (rows, no_fault),
     "whole": (whole, no_fault),
+    "operations": (columns, no_fault),
     "fsdp": (fully_sharded, no_fault),
+    "replicas": (fully_sharded, no_fault),
+    "replicas rounded": (rounded(fully_sharded), no_fault),
+    "mlp": (mlp, no_fault),
 }
 
 
 def run(name: str, mesh: DeviceMesh, folder: Path | None) -> dict[str, Any]:
     torch.manual_seed(7)
     make, fault = JOBS[name]
-    recorder = tracediff.record(folder / name, stack="pytorch") if folder else nullcontext()
-    with recorder:
+    level = "op" if name == "operations" else "module"
+    with tracediff.record(folder / name, level=level) if folder else nullcontext():
         model = make(mesh)
         own = dist.get_rank() if name == "fsdp" else 0  # data-parallel processes differ in data
         losses = train(model, own, fault)

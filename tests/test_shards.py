@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.shard_jobs import JOBS, Block, loss_of
+from tests.shard_jobs import JOBS, Block, loss_of, mlp
 from tracediff.bisection import bisect
 from tracediff.recorders.pytorch_shards import shard_of
 from tracediff.recorders.pytorch_tensors import read_part
+from tracediff.testing import build_trace
 from tracediff.trace import Trace, verify
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +128,7 @@ def test_the_state_of_fully_sharded_parameters_is_recorded(runs: Path) -> None:
     """FSDP2: each process averages the gradients of both over its part of the parameters."""
     path = runs / "fsdp"
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 3))
+    model = mlp()
     for rank in (0, 1):
         (loss_of(model, torch.Generator().manual_seed(rank)) / 2).backward()
     for name, parameter in model.named_parameters():
@@ -205,3 +206,99 @@ def test_a_fault_in_one_part_is_named_with_its_rank(runs: Path) -> None:
     assert verdict.first is not None
     assert (verdict.rank, verdict.first.site) == (1, "1/optimizer/fc1.weight:grad")
     assert {deviation.index[0] for deviation in verdict.first.deviations} == {3}
+
+
+@pytest.mark.parametrize("job", ["columns", "replicas"])
+def test_rounding_in_runs_of_shards_is_no_divergence(runs: Path, job: str) -> None:
+    """No formula of a whole is held against parts: of a weight, or terms of a sum."""
+    other = "rounded" if job == "columns" else "replicas rounded"
+    for pair in ((job, other), (other, job)):
+        verdict = bisect(runs / pair[0], runs / pair[1])
+        assert (verdict.outcome, verdict.coverage) == ("equivalent", 1.0), verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target"),
+    [
+        ("columns", "rows"),
+        ("columns", "whole"),
+        ("whole", "rows"),
+        ("operations", "whole"),
+        ("replicas", "mlp"),
+        ("mlp", "replicas"),
+    ],
+)
+def test_other_placements_are_told_and_are_no_divergence(
+    runs: Path, baseline: str, target: str
+) -> None:
+    verdict = bisect(runs / baseline, runs / target)
+    assert (verdict.outcome, verdict.exit_code, verdict.first) == ("incomparable", 125, None)
+    assert "the runs place tensors differently on their meshes" in verdict.reason
+    assert any("tp=2@0|S(" in warning for warning in verdict.warnings)
+    reasons = {group.reason for group in verdict.unmatched}
+    assert "loading: the runs place it differently on their meshes" in reasons
+    assert bisect(runs / baseline, runs / target, min_coverage=0.4).outcome == "equivalent"
+
+
+def test_another_number_of_processes_is_no_divergence(runs: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    shutil.copytree(runs / "mlp", alone)
+    for folder in ("segments", "index"):
+        shutil.rmtree(alone / folder / "1")
+    for pair in ((runs / "replicas", alone), (alone, runs / "replicas")):
+        verdict = bisect(*pair)
+        assert (verdict.outcome, verdict.first) == ("incomparable", None)
+        agreeing = bisect(*pair, min_coverage=0.4)
+        assert (agreeing.outcome, agreeing.first) == ("equivalent", None)
+        assert any("has no rank 1" in warning for warning in agreeing.warnings)
+    whole = bisect(runs / "mlp", alone)
+    assert whole.first is not None
+    assert whole.first.kind == "missing"
+
+
+PART = {"shard": "tp=2@0|S(0)|8x4|0,0"}
+
+
+def written(path: Path, part: bool, **changed: np.ndarray[Any, Any]) -> Path:
+    """A step of a layer whose weight is a part or whole, its output without a word of that."""
+    values = {
+        "loading/norm.weight:param": np.ones(4, np.float32),
+        "loading/fc.weight:param": np.ones((4 if part else 8, 4), np.float32),
+        "forward/norm#0:out": np.full((2, 4), 0.5, np.float32),
+        "forward/fc#0:out": np.full((2, 4 if part else 8), 2, np.float32),
+        "forward/head#0:out": np.full((2, 3), 3, np.float32),
+    }
+    names = {"weight": "loading/norm.weight:param", "out": "forward/head#0:out"}
+    values |= {names[name]: value for name, value in changed.items()}
+    events: list[tuple[str, Any]] = [
+        (f"0/{site}", (value, PART) if part and site.startswith("loading/fc") else value)
+        for site, value in values.items()
+        if value.size
+    ]
+    return build_trace(path, events)
+
+
+def test_what_is_whole_on_both_sides_is_compared_under_other_placements(tmp_path: Path) -> None:
+    baseline = written(tmp_path / "a", part=True)
+    clean = bisect(baseline, written(tmp_path / "b", part=False), min_coverage=0.5)
+    assert (clean.outcome, clean.first) == ("equivalent", None)
+    reasons = {group.reason for group in clean.unmatched}
+    shaped = "of another shape where the runs place tensors differently on their meshes"
+    assert f"forward: {shaped}" in reasons
+    for name, site, value in (
+        ("weight", "0/loading/norm.weight:param", np.full(4, 1.01, np.float32)),
+        ("out", "0/forward/head#0:out", np.full((2, 3), 3.03, np.float32)),
+    ):
+        faulty = bisect(baseline, written(tmp_path / name, part=False, **{name: value}))
+        assert faulty.first is not None
+        assert faulty.first.site == site
+    lacking = bisect(baseline, written(tmp_path / "c", part=False, weight=np.ones(0)))
+    assert lacking.first is not None
+    assert (lacking.first.kind, lacking.first.site) == ("missing", "0/loading/norm.weight:param")
+
+
+def test_another_shape_of_the_same_part_is_a_divergence(tmp_path: Path) -> None:
+    sites = [("0/loading/fc.weight:param", (np.ones(shape), PART)) for shape in ((4, 4), (3, 4))]
+    verdict = bisect(*(build_trace(tmp_path / str(i), [one]) for i, one in enumerate(sites)))
+    assert verdict.first is not None
+    assert verdict.first.kind == "shape"

@@ -138,6 +138,8 @@ class Assembly:
                 f"coverage: only {covered:.1%} of the events of the side that has fewer could be "
                 f"compared, {self._options.min_coverage:.0%} are asked for (--min-coverage)"
             )
+            if any(step.placed_differently for step in self._steps):
+                reason += "; the runs place tensors differently on their meshes"
             return "incomparable", reason, None
         differing = [j for j in counted if j.mark != "identical"]
         whole = self._stacks[0] == self._stacks[1] and not any(

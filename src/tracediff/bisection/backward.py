@@ -82,6 +82,8 @@ class Backward:
             self._children[self._parent(key)].append(key)
 
     def _take(self, event: Event) -> None:
+        if event.shard:
+            return  # formulas are of wholes, and a part may be one term of a sum
         phase, key, port = event.site.phase, (event.site.path, event.site.call), event.site.port
         if phase == "forward" and port == "in":
             self._ins[key] = event
@@ -314,6 +316,8 @@ class Backward:
         """A call with everything recorded of it, or None where a payload is missing."""
         given, params = self._ins.get(key), self._memory.params(key[0])
         if given is None or any(e.payload is None for e in (given, *params.values())):
+            return None
+        if self._memory.holds_parts(key[0]):
             return None
         settings: dict[str, Any] = self._memory.settings(key[0]) | dict(given.attributes)
         settings["operand_roundoff"] = operand_roundoff(settings, dtype)

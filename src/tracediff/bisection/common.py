@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tracediff.align import align
-from tracediff.bisection import accumulation, flattening, reductions, relayouts
+from tracediff.bisection import accumulation, flattening, placements, reductions, relayouts
 from tracediff.bisection.batches import Batches
 from tracediff.bisection.inheritance import State
 from tracediff.bisection.options import Options
@@ -21,13 +21,15 @@ def common_form(
 
     Args:
         every_sample: Whether samples that are equal are wanted too, of which there may be many.
-        state: Carried over from the step before; layouts of weights are added to it.
+        state: Carried over from the step before; layouts of weights are added to it, and whether
+            the runs place tensors differently.
     """
     events = _compared(traces[0], step), _compared(traces[1], step)
     stacks = traces[0].run.stack, traces[1].run.stack
     samples = rendered(traces, step, events, options.rules, every_sample)
     alignment = align(*events, stacks, options.rules)
     common = Common(alignment.with_samples(samples.alignment, options.rules), events)
+    common, state.placed_differently = placements.applied(common, state.placed_differently)
     common = _parts(traces, common)
     common = Batches(traces, common).applied(common)
     common = flattening.applied(traces, common)

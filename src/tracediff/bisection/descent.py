@@ -85,7 +85,8 @@ def _bisect(
         steps, halving = [], Halving(traces, by_marks=plain)
         for step in _steps(traces, options, progress, halving=halving):
             steps.append(step)
-            step.operation = first_operation(traces, step.number, step.alignment, options)
+            if not step.placed_differently:  # operations on parts are not those on wholes
+                step.operation = first_operation(traces, step.number, step.alignment, options)
             if replay is not None:
                 replay.decide(step)
             if first_of(step, traces, []) is not None:
@@ -120,7 +121,10 @@ def divergent_operation(
         traces = _opened(baseline, stack), _opened(target, stack)
         if not all(step in trace.steps for trace in traces):
             return None
-        common, _ = common_form(traces, step, State(), options, every_sample=False)
+        state = State()
+        common, _ = common_form(traces, step, state, options, every_sample=False)
+        if state.placed_differently:
+            return None
         found = first_operation(traces, step, common.alignment, options)
         return found.divergence if found else None
 
@@ -228,6 +232,8 @@ def _steps(
         judged = judge.run()
         if visit.left_out:
             state.forget_stale(common.events)
-        yield Step(number, common.alignment, judged, judge, lacking, samples, common.notes)
+        step = Step(number, common.alignment, judged, judge, lacking, samples, common.notes)
+        step.placed_differently = state.placed_differently
+        yield step
     if progress:
         progress("done", len(numbers), len(numbers))

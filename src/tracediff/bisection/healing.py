@@ -24,6 +24,7 @@ class Step:
     Attributes:
         notes: How its sides were brought into a common form.
         operation: The first divergent one, where operations are recorded.
+        placed_differently: Whether the runs place tensors differently on their meshes.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Step:
     samples: Rendered
     notes: list[str] = field(default_factory=list)
     operation: Localised | None = None
+    placed_differently: bool = False
 
     @property
     def lacking(self) -> list[Divergence]:

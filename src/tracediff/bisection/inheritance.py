@@ -87,6 +87,8 @@ class State:
         self.relayouts: dict[str, Relayout] = {}
         self.outputs = Level()
         """The most that a model's output has been apart in training."""
+        self.placed_differently = False
+        """Whether a tensor was seen that the runs place differently, see `placements`."""
 
     def forget_stale(self, events: tuple[Sequence[Event], Sequence[Event]]) -> None:
         """Forgets parameters that may have changed in steps that nobody looked at.
@@ -197,9 +199,15 @@ class Ledger:
                 ports = ("grad", "state.exp_avg", "state.exp_avg_sq", "hyper", "update")
                 return _worst(self._level_at("optimizer", site.path, p) for p in ports if p != port)
             if not event.inputs:
+                unknown = event.shard and ("backward", site.path, "grad") not in self._by_site
                 return (
                     self._level_at("backward", site.path, "grad")
-                    | (self._stage.get("backward", Level()) if port == "out" else Level())
+                    # A norm is of all gradients; what FSDP reduces to a part is not recorded.
+                    | (
+                        self._stage.get("backward", Level())
+                        if port == "out" or unknown
+                        else Level()
+                    )
                     | self._clipped(port)
                 )
         if stage == "trajectory" and site.path == "loss":

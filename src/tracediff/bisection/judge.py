@@ -278,6 +278,8 @@ class StepJudge:
             return None
         if pair.baseline.site.phase == "optimizer":
             return self._updates.rule(pair, values, spot=clear)
+        if pair.baseline.shard:
+            return None  # formulas are of wholes
         counts = self.padding.counts(pair.baseline, values[0].shape)
         if pair.baseline.site.phase == "backward":
             return self._gradients.rule(pair, values, counts, spot=clear)

@@ -18,6 +18,7 @@ class Memory:
         self._trainable: set[str] = set()
         self._settings: dict[str, dict[str, Any]] = defaultdict(dict)
         self._configuration: dict[str, Any] = {}
+        self._parted: set[str] = set()
 
     def begin(self, events: Iterable[Event]) -> None:
         """Takes in what a step finds: parameters as loaded, and settings."""
@@ -47,6 +48,11 @@ class Memory:
     def params(self, path: str) -> Mapping[str, Event]:
         return self._params.get(path, {})
 
+    def holds_parts(self, path: str) -> bool:
+        """Whether a module has parameters of which a process holds a part: what it computes is not
+        what its formula makes of them."""
+        return path in self._parted
+
     def settings(self, path: str) -> dict[str, Any]:
         return self._configuration | self._settings.get(path, {})
 
@@ -54,6 +60,8 @@ class Memory:
         for path in (event.site.path, *self._aliases.get(event.site.path, ())):
             for owner, name in _owners(path):
                 self._params[owner][name] = event
+                if event.shard:
+                    self._parted.add(owner)
 
     def _remember_setting(self, path: str, value: Any) -> None:
         if path.startswith(("config.", "torch.", "mlx.")):

@@ -8,14 +8,20 @@ from collections.abc import Iterable
 from typing import Final
 
 from tracediff.align import Alignment, canonical
-from tracediff.bisection import batches, given, reductions, views
+from tracediff.bisection import batches, given, placements, reductions, views
 from tracediff.events import STAGE_RANK, Event, Site
 from tracediff.verdict import Divergence, Unmatched
 
 _DECISIVE: Final = ("loading", "forward", "loss", "backward", "optimizer")
 _TRAINING: Final = ("forward", "backward", "optimizer")
-_EXCUSED: Final = (batches.UNKNOWN, batches.UNKEPT, reductions.UNREDUCED, views.UNKEPT)
-"""Both sides have such an event; how to lay one over the other is not known."""
+_EXCUSED: Final = (
+    batches.UNKNOWN,
+    batches.UNKEPT,
+    reductions.UNREDUCED,
+    views.UNKEPT,
+    *placements.REASONS,
+)
+"""Both sides have such an event, or may lack it; how to lay one over the other is not known."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])")
 
 

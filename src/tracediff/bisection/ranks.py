@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from tracediff.bisection.placements import REASONS
 from tracediff.events import STAGE_RANK
 from tracediff.trace import Trace
 from tracediff.verdict import Cost, Divergence, Verdict
@@ -65,7 +66,7 @@ def _together(found: Mapping[int, Verdict], baseline: Trace, target: Trace) -> V
     if chosen.outcome == "incomparable":
         return replace(facts, reason=f"rank {rank} of {len(found)}: {chosen.reason}")
     cut_off = not (baseline.is_complete and target.is_complete)
-    if lacking is not None and not cut_off:
+    if lacking is not None and not cut_off and not _placed_differently(found.values()):
         return replace(
             facts,
             outcome="diverged",
@@ -74,6 +75,12 @@ def _together(found: Mapping[int, Verdict], baseline: Trace, target: Trace) -> V
             warnings=tuple(warnings),
         )
     return replace(facts, reason=f"{len(found)} ranks agree; rank {rank}: {chosen.reason}")
+
+
+def _placed_differently(verdicts: Iterable[Verdict]) -> bool:
+    """Whether the runs place tensors differently, and so on another number of processes."""
+    unmatched = (group for verdict in verdicts for group in verdict.unmatched)
+    return any(group.reason.endswith(tuple(REASONS)) for group in unmatched)
 
 
 def _place(verdict: Verdict) -> tuple[int, int, int, int]:

@@ -180,6 +180,8 @@ class Referee:
         params = self._memory[which].params(event.site.path)
         if any(e.payload is None for e in (*inputs, *params.values())):
             return None
+        if self._memory[which].holds_parts(event.site.path) or any(e.shard for e in inputs):
+            return None
         return Call(
             op=event.op,
             inputs={e.site.port: trace.array(e) for e in inputs},

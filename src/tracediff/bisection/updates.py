@@ -87,7 +87,7 @@ class _Side:
         updated = {path for path, port in self._now if port == "grad"}
         paths = [path for path in updated if path.rpartition("[")[0] not in updated]  # no parts
         grads = [self._backward.get(path, []) for path in paths]
-        if not grads or len(self._clips) != 1:
+        if not grads or len(self._clips) != 1 or any(e.shard for each in grads for e in each):
             return None
         squares = []
         for found in grads:
@@ -104,6 +104,8 @@ class _Side:
         found = self._backward.get(event.site.path, [])
         total = self._sum(found, part)
         if total is None or len(self._clips) > 1:
+            return None
+        if any(e.shard != event.shard for e in found) or any(clip.shard for clip in self._clips):
             return None
         if not self._clips:
             return optimizers.clipped(total, None, math.inf, roundoff, len(found))
