@@ -5,6 +5,7 @@ Nothing here communicates: what a process holds is read where it lies, and never
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ import torch
 
 _ORDINARY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _ODD: Final = re.compile(r"[^A-Za-z0-9_.-]")
-_KNOWN: Final = frozenset({"Shard", "Replicate", "Partial"})
+_KNOWN: Final = frozenset({"Shard", "_StridedShard", "Replicate", "Partial"})
 """Placements of which it is known where a part stands. By name, as their module may be absent."""
+
+_CUTS: Final = ("Shard", "_StridedShard")
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -79,22 +82,36 @@ def _placement(placement: Any) -> str:
 
 def _offset(tensor: Any, sizes: Sequence[int], at: Sequence[int]) -> str:
     """Where the part begins along each dimension of the whole, or `?` where that is not known."""
-    placements = tensor.placements
-    if not all(_name(p) in _KNOWN for p in placements) or not _in_order_of_mesh(tensor):
+    if not all(_name(p) in _KNOWN for p in tensor.placements):
+        return "?"
+    cuts = _cuts(tensor, sizes)
+    if cuts is None:
         return "?"
     start, left = [0] * len(tensor.shape), list(tensor.shape)
-    for placement, size, place in zip(placements, sizes, at, strict=True):
-        if _name(placement) == "Shard":
-            dim = placement.dim
-            # As `torch.chunk` cuts: equal parts, of which the last may be short or empty.
-            each = -(-left[dim] // size)
-            begin = min(place * each, left[dim])
-            start[dim] += begin
-            left[dim] = min(each, left[dim] - begin)
+    for axis in cuts:
+        dim = tensor.placements[axis].dim
+        # As `torch.chunk` cuts: equal parts, of which the last may be short or empty.
+        each = -(-left[dim] // sizes[axis])
+        begin = min(at[axis] * each, left[dim])
+        start[dim] += begin
+        left[dim] = min(each, left[dim] - begin)
     return ",".join(map(str, start))
 
 
-def _in_order_of_mesh(tensor: Any) -> bool:
-    """Whether a dimension that several ones of the mesh cut is cut in the order of the mesh."""
+def _cuts(tensor: Any, sizes: Sequence[int]) -> list[int] | None:
+    """Dimensions of the mesh that cut the tensor, in the order in which they do, or None.
+
+    Two orders are known: that of the mesh, and that of FSDP2 over tensor parallel, whose parts FSDP
+    cuts further (`_StridedShard`), though its own dimension of the mesh comes first.
+    """
     order = getattr(tensor._spec, "shard_order", None) or ()
-    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
+        return None
+    found = [axis for axis, p in enumerate(tensor.placements) if _name(p) in _CUTS]
+    late = [axis for axis in found if _name(tensor.placements[axis]) == "_StridedShard"]
+    for axis in late:
+        dim = tensor.placements[axis].dim
+        before = [sizes[a] for a in found if a > axis and tensor.placements[a].dim == dim]
+        if tensor.placements[axis].split_factor != math.prod(before):
+            return None
+    return [axis for axis in found if axis not in late] + late[::-1]
