@@ -129,10 +129,15 @@ def wrong_gradient(step: int, model: nn.Module) -> None:
         model.fc1.weight.grad.to_local()[3] *= 1.01
 
 
+def clipped(step: int, model: nn.Module) -> None:
+    """The norm is that of all parts, of which each process knows its own."""
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
 JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Module], None]]] = {
     "columns": (columns, no_fault),
     "twin": (columns, no_fault),
-    "rounded": (rounded(columns), no_fault),
+    "columns rounded": (rounded(columns), no_fault),
     "faulty": (columns, wrong_gradient),
     "rows": (rows, no_fault),
     "whole": (whole, no_fault),
@@ -141,6 +146,10 @@ JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Modul
     "replicas": (fully_sharded, no_fault),
     "replicas rounded": (rounded(fully_sharded), no_fault),
     "mlp": (mlp, no_fault),
+    "clipped replicas": (fully_sharded, clipped),
+    "clipped replicas rounded": (rounded(fully_sharded), clipped),
+    "clipped columns": (columns, clipped),
+    "clipped columns rounded": (rounded(columns), clipped),
 }
 
 

@@ -238,10 +238,10 @@ def test_a_fault_in_one_part_is_named_with_its_rank(runs: Path) -> None:
     assert {deviation.index[0] for deviation in verdict.first.deviations} == {3}
 
 
-@pytest.mark.parametrize("job", ["columns", "replicas"])
+@pytest.mark.parametrize("job", ["columns", "replicas", "clipped columns", "clipped replicas"])
 def test_rounding_in_runs_of_shards_is_no_divergence(runs: Path, job: str) -> None:
     """No formula of a whole is held against parts: of a weight, or terms of a sum."""
-    other = "rounded" if job == "columns" else "replicas rounded"
+    other = f"{job} rounded"
     for pair in ((job, other), (other, job)):
         verdict = bisect(runs / pair[0], runs / pair[1])
         assert (verdict.outcome, verdict.coverage) == ("equivalent", 1.0), verdict.reason
