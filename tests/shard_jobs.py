@@ -58,6 +58,12 @@ def columns(mesh: DeviceMesh) -> nn.Module:
     return tensor_parallel(mesh, ColwiseParallel(use_local_output=False), RowwiseParallel())
 
 
+def local_outputs(mesh: DeviceMesh) -> nn.Module:
+    """Layers cut as torch does by default: plain tensors between them, which tell no placement."""
+    plan = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
+    return parallelize_module(Block(), mesh, plan)
+
+
 def rows(mesh: DeviceMesh) -> nn.Module:
     """The other way round, so that no part of a weight is the same."""
     return tensor_parallel(
@@ -141,15 +147,13 @@ JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Modul
     "faulty": (columns, wrong_gradient),
     "rows": (rows, no_fault),
     "whole": (whole, no_fault),
+    "local outputs": (local_outputs, no_fault),
+    "local outputs rounded": (rounded(local_outputs), no_fault),
     "operations": (columns, no_fault),
     "fsdp": (fully_sharded, no_fault),
-    "replicas": (fully_sharded, no_fault),
-    "replicas rounded": (rounded(fully_sharded), no_fault),
-    "mlp": (mlp, no_fault),
-    "clipped replicas": (fully_sharded, clipped),
-    "clipped replicas rounded": (rounded(fully_sharded), clipped),
-    "clipped columns": (columns, clipped),
-    "clipped columns rounded": (rounded(columns), clipped),
+    "replicas": (fully_sharded, clipped),
+    "replicas rounded": (rounded(fully_sharded), clipped),
+    "mlp": (mlp, clipped),
 }
 
 
