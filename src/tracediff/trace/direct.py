@@ -18,8 +18,9 @@ from typing import Final
 
 PIECE: Final = 4 << 20
 """Bytes that are written at a time; larger pieces are no faster."""
-BLOCK: Final = 4096
-"""Offsets, sizes and addresses of direct writes are multiples of the disk's block, 4096 at most."""
+BLOCK: Final = max(4096, mmap.PAGESIZE)
+"""Offsets, sizes and addresses of direct writes are multiples of this: a disk's block is 4096 at
+most, and no page is written both ways."""
 
 _NOT_HERE: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
