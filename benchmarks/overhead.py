@@ -6,10 +6,11 @@ vocabulary 8192), a batch of 4 x 256 tokens, forward, backward and AdamW. `--job
 modules in a row on 16 numbers, so that nothing but the fixed cost of an event is left. On PyTorch
 or, with `--stack mlx`, the twin of each on MLX; one thread.
 
-Every kind of recording is measured in turns with the bare job, in one process, so that the ratios
-hold on a busy machine; the least of the rounds counts. Times are those of the processor (`times`),
-of all threads, until the last step ends and until everything is written (`flushed`); `clock` is the
-same ratio by the clock, which means something on an idle machine only.
+Every kind of recording is measured in turns with the bare job, in one process. A ratio is the
+median of the ratios of the rounds, each to the bare job of its round, so that it holds where the
+machine is not always as fast. Times are those of the processor (`times`), of all threads, until
+the last step ends and until everything is written (`flushed`); `clock` is the same ratio by the
+clock, which means something on an idle machine only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -144,12 +146,6 @@ class Cost:
     values: int = 0
     peak: float = 0.0
 
-    def least(self, other: Cost) -> Cost:
-        self.processor = min(self.processor, other.processor)
-        self.flushed = min(self.flushed, other.flushed)
-        self.clock = min(self.clock, other.clock)
-        return self
-
 
 def measure(step: Step, stack: str, options: dict[str, Any], warm: int, steps: int) -> Cost:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as recording:
@@ -196,25 +192,33 @@ def main() -> None:
     kinds = list(KINDS) if given.kinds is None else ["bare", *given.kinds.split(";")]
     step = (pytorch_job if given.stack == "pytorch" else mlx_job)(given.job)
     step()
-    best: dict[str, Cost] = {}
+    rounds: list[dict[str, Cost]] = []
     for _ in range(given.rounds):
-        for name in kinds:
-            cost = measure(step, given.stack, KINDS[name], given.warm, given.steps)
-            best[name] = cost.least(best[name]) if name in best else cost
-    bare = best["bare"]
+        costs = {name: measure(step, given.stack, KINDS[name], given.warm, given.steps)
+                 for name in kinds}  # fmt: skip
+        rounds.append(costs)
     print("| recorded | ms a step | times | flushed | clock | events | us an event "
           "| MB a step | stored | peak MB |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for name, cost in best.items():
-        row = [name, f"{cost.processor * 1e3:.0f}", f"{cost.processor / bare.processor:.2f}"]
-        row += [f"{cost.flushed / bare.processor:.2f}", f"{cost.clock / bare.clock:.2f}"]
-        if cost.events:
-            extra = (cost.flushed - bare.processor) / cost.events
-            row += [str(cost.events), f"{extra * 1e6:.0f}", f"{cost.stored / 1e6:.2f}"]
-            row += [f"{cost.stored / cost.values:.3f}" if cost.values else ""]
-        else:
-            row += [""] * 4
-        print("|", " | ".join([*row, f"{cost.peak:.0f}"]), "|", flush=True)
+    for name in kinds:
+        print("|", " | ".join(row(name, [(r[name], r["bare"]) for r in rounds])), "|", flush=True)
+
+
+def row(name: str, rounds: list[tuple[Cost, Cost]]) -> list[str]:
+    """A line of the table, from the costs and those of the bare job in each round."""
+    cost = rounds[-1][0]
+    times = [median(c.processor / bare.processor for c, bare in rounds),
+             median(c.flushed / bare.processor for c, bare in rounds),
+             median(c.clock / bare.clock for c, bare in rounds)]  # fmt: skip
+    found = [name, f"{median(c.processor for c, _ in rounds) * 1e3:.0f}"]
+    found += [f"{ratio:.2f}" for ratio in times]
+    if cost.events:
+        extra = median(c.flushed - bare.processor for c, bare in rounds) / cost.events
+        found += [str(cost.events), f"{extra * 1e6:.0f}", f"{cost.stored / 1e6:.2f}"]
+        found += [f"{cost.stored / cost.values:.3f}" if cost.values else ""]
+    else:
+        found += [""] * 4
+    return [*found, f"{cost.peak:.0f}"]
 
 
 if __name__ == "__main__":

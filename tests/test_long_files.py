@@ -16,17 +16,18 @@ import pytest
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site
 from tracediff.trace import Trace, TraceWriter, direct, verify
-from tracediff.trace.archive import ArchiveWriter
+from tracediff.trace.archive import LONG, ArchiveWriter
 from tracediff.trace.direct import BLOCK, PIECE
 
 SIZES = [
-    [PIECE - 500, 300, 7, 400],
+    [LONG - 500, 300, 7, 400],
+    [LONG - 300, PIECE - 500, 300, 7, 400],
     [PIECE + BLOCK + 1],
     [10, 3 * PIECE],
     [100_001] * 100,
     [PIECE // 2, 0, PIECE // 2, 1, 2 * PIECE, 5],
 ]
-"""Of the entries: the first piece ends within an entry, a header or between them."""
+"""Of the entries: the short part and the pieces end within an entry, a header or between them."""
 
 
 def contents(sizes: list[int]) -> list[bytes]:

@@ -23,7 +23,7 @@ class Policy:
             those of every operation as well; `op-digest` records every operation and keeps none.
         steps: Steps whose payloads are kept and whose operations are recorded, or None for all.
         sketch_every: Where payloads are not kept, steps at which every event keeps a sketch.
-        state_every: Likewise, steps at which parameters and the optimizer keep a whole
+        state_every: Likewise, steps at which parameters, updates and their gradients keep a whole
             one; at the others they keep a short one.
         only: Module path, or a pattern for it, to which tensor payloads and operations are
             restricted; what is inside the module belongs to it.
@@ -66,17 +66,17 @@ class Policy:
             return False
         return self.only is None or _within(path.partition("@")[0], self.only)
 
-    def sketches(self, step: int, phase: str, is_operation: bool) -> str:
+    def sketches(self, step: int, phase: str, port: str) -> str:
         """What sketch an event without a payload keeps: a `whole` one, a `short` one, or none.
 
-        What an update begins with and comes to keeps one at every step, which tells more than
-        those of its operations would.
+        A parameter, its update and the gradient that it is made of keep one at every step: what
+        goes wrong in the optimizer's state shows in the update, and from then on in the parameter.
         """
-        is_state = phase == "optimizer" and not is_operation
-        every = self.state_every if is_state else self.sketch_every
+        is_kept = phase == "optimizer" and port in ("grad", "update", "param")
+        every = self.state_every if is_kept else self.sketch_every
         if phase == "loading" or step < 3 or step % every == 0:
             return "whole"
-        return "short" if is_state else ""
+        return "short" if is_kept else ""
 
 
 @functools.lru_cache(maxsize=1 << 16)

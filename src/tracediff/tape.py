@@ -91,7 +91,7 @@ class Tape:
         self._frames: dict[str, Frame] = {}
         self._batch: dict[bytes, int] = {}
         self._emitted: list[Summary] = []
-        self._kept: dict[tuple[str, str, bool], tuple[bool, str]] = {}
+        self._kept: dict[tuple[str, str, str], tuple[bool, str]] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
         self._summaries = Summaries(policy.brief)
@@ -338,9 +338,8 @@ class Tape:
                 source = user_line()
             order = self._order
             self._order = order + 1
-            keep, sketches = self._kept.get((phase, kind, "@" in path)) or self._keeps(
-                phase, kind, path
-            )
+            kept = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
+            keep, sketches = kept
             array = self._summaries.packed(value) if is_array else value
             summary, buckets = self._summarised(phase, path, array, sketches)
             event = Event(
@@ -380,14 +379,14 @@ class Tape:
         whole = summary.sketch if sketches else None
         return summary, whole if sketches == "whole" or whole is None else shortened(whole)
 
-    def _keeps(self, phase: str, kind: str, path: str) -> tuple[bool, str]:
+    def _keeps(self, phase: str, kind: str, path: str, port: str) -> tuple[bool, str]:
         """Whether the payload of an event is kept, and otherwise what sketch."""
-        keep, is_operation = self.policy.keeps_payload(self.step, phase, kind, path), "@" in path
+        keep = self.policy.keeps_payload(self.step, phase, kind, path)
         is_sketched = kind == "tensor" and not keep
-        sketches = self.policy.sketches(self.step, phase, is_operation) if is_sketched else ""
+        kept = keep, self.policy.sketches(self.step, phase, port) if is_sketched else ""
         if self.policy.only is None:  # it is the same for all paths
-            self._kept[phase, kind, is_operation] = keep, sketches
-        return keep, sketches
+            self._kept[phase, kind, port] = kept
+        return kept
 
     def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
         """Records one field of a batch as the model (or the loss function) was given it."""

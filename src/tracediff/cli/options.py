@@ -85,8 +85,8 @@ SketchState = Annotated[
     int,
     typer.Option(
         metavar="N",
-        help="Likewise, whole sketches of weights and optimizer at every Nth step, short ones at "
-        "the others.",
+        help="Likewise, whole sketches of weights, updates and gradients at every Nth step, short "
+        "ones at the others.",
     ),
 ]
 SnapshotEvery = Annotated[

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tracediff.kernels import crc32
-from tracediff.trace.direct import BLOCK, PIECE, DirectWriter
+from tracediff.trace.direct import BLOCK, DirectWriter
 
 ALIGNMENT: Final = 64
 
@@ -41,6 +41,9 @@ _MAX32: Final = 0xFFFFFFFF
 _MAX16: Final = 0xFFFF
 _MODE: Final = 0o100644 << 16
 
+LONG: Final = 1 << 20
+"""Bytes of a file that is read again soon, or hardly worth a second way of writing."""
+
 _ZEROS: Final = bytes(ALIGNMENT)
 _MOST_PARTS: Final = 1024
 """Of one write: the least limit (IOV_MAX) that systems have."""
@@ -51,7 +54,7 @@ Bytes = bytes | memoryview
 class ArchiveWriter:
     """Writes entries straight to the file; only the directory is kept in memory.
 
-    Past the first `PIECE` bytes the file is long, and most of it is written past the page cache.
+    Past the first `LONG` bytes the file is long, and most of it is written past the page cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +107,7 @@ class ArchiveWriter:
     def _write(self, *parts: Bytes) -> None:
         """Appends all parts."""
         total = sum(map(len, parts))
-        if self._direct is None and self.size + total <= PIECE:
+        if self._direct is None and self.size + total <= LONG:
             self._put(*parts)
         else:
             self._write_long(parts)
