@@ -229,7 +229,7 @@ static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count
         return closed(&buffers, NULL);
     const Py_buffer *view = &buffers.view[0];
     size_t width = (size_t)view->itemsize;
-    if (size != n || view->ndim > MOST_AXES || width > sizeof(Wide) || width & (width - 1))
+    if (size != n || view->ndim > MOST_AXES || width > 16 || width & (width - 1))
         return sizes_differ(&buffers);
     for (int a = 0; a < view->ndim; a++)
         axis[a].size = (size_t)view->shape[a], axis[a].step = view->strides[a];

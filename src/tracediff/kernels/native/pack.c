@@ -6,61 +6,66 @@
 #include "values.h"
 
 #define LINE 64 /* bytes: a tile has one line of the cache in both directions */
+#define AHEAD 8 /* tiles of one row before the next row: as many columns as there are pages at hand */
 
-/* `rows` rows of `columns` elements; steps in bytes, those of the target's columns are one element.
- * A tile is read whole before it is written: rows that are a power of two apart share a set of the
- * cache, which holds a few of them only. */
-#define ONE_TILE(TYPE, DOWN, ACROSS)                                                                   \
-    for (size_t j = 0; j < (ACROSS); j++)                                                          \
-        for (size_t i = 0; i < (DOWN); i++)                                                        \
-            memcpy(&tile[j][i], source + (ptrdiff_t)j * column + (ptrdiff_t)i * row, sizeof(TYPE)); \
-    for (size_t i = 0; i < (DOWN); i++)                                                            \
-        for (size_t j = 0; j < (ACROSS); j++)                                                      \
-            memcpy(target + i * to_row + j * sizeof(TYPE), &tile[j][i], sizeof(TYPE))
-
-/* Some tiles of one row of tiles after the other: as many columns as there are pages at hand. */
-#define TILES(TYPE)                                                                                \
-    {                                                                                              \
-        enum { SIDE = LINE / sizeof(TYPE), MANY = 8 * SIDE };                                      \
-        TYPE tile[SIDE][SIDE];                                                                     \
-        for (size_t first = 0; first < columns; first += MANY)                                     \
-            for (size_t r = 0; r < rows; r += SIDE)                                                \
-                for (size_t c = first; c < columns && c < first + MANY; c += SIDE) {               \
-                    const char *source = from + (ptrdiff_t)r * row + (ptrdiff_t)c * column;        \
-                    char *target = to + r * to_row + c * sizeof(TYPE);                             \
-                    size_t down = rows - r < SIDE ? rows - r : SIDE;                               \
-                    size_t across = columns - c < SIDE ? columns - c : SIDE;                       \
-                    if (down == SIDE && across == SIDE) {                                          \
-                        ONE_TILE(TYPE, SIDE, SIDE);                                                    \
-                    } else {                                                                       \
-                        ONE_TILE(TYPE, down, across);                                                  \
-                    }                                                                              \
-                }                                                                                  \
-    }                                                                                              \
-    break
-
-INLINE void in_tiles(const char *restrict from, size_t rows, ptrdiff_t row, size_t columns,
-    ptrdiff_t column, size_t width, char *restrict to, size_t to_row)
+/* A tile of `down` rows and `across` columns; steps in bytes, those of the target's columns are one
+ * element. It is read whole before it is written: rows that are a power of two apart share a set of
+ * the cache, which holds a few of them only. */
+INLINE void one_tile(const char *restrict from, ptrdiff_t row, ptrdiff_t column, size_t width,
+    char *restrict to, size_t to_row, size_t down, size_t across)
 {
-    switch (width) {
-    case 1: TILES(uint8_t);
-    case 2: TILES(uint16_t);
-    case 4: TILES(uint32_t);
-    case 8: TILES(uint64_t);
-    default: TILES(Wide);
-    }
+    char tile[LINE][LINE];
+    for (size_t j = 0; j < across; j++)
+        for (size_t i = 0; i < down; i++)
+            memcpy(tile[j] + i * width, from + (ptrdiff_t)j * column + (ptrdiff_t)i * row, width);
+    for (size_t i = 0; i < down; i++)
+        for (size_t j = 0; j < across; j++)
+            memcpy(to + i * to_row + j * width, tile[j] + i * width, width);
 }
 
-CLONES HIDDEN void tiles(const char *from, size_t rows, ptrdiff_t row, size_t columns, ptrdiff_t column,
+INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t columns,
+    ptrdiff_t column, size_t width, char *to, size_t to_row)
+{
+    const size_t side = LINE / width, many = AHEAD * side;
+    for (size_t first = 0; first < columns; first += many)
+        for (size_t r = 0; r < rows; r += side)
+            for (size_t c = first; c < columns && c < first + many; c += side) {
+                const char *source = from + (ptrdiff_t)r * row + (ptrdiff_t)c * column;
+                char *target = to + r * to_row + c * width;
+                size_t down = rows - r < side ? rows - r : side;
+                size_t across = columns - c < side ? columns - c : side;
+                if (down == side && across == side) /* of which the compiler knows the size */
+                    one_tile(source, row, column, width, target, to_row, side, side);
+                else
+                    one_tile(source, row, column, width, target, to_row, down, across);
+            }
+}
+
+/* Where rows follow each other in the memory, of which the compiler can make whole lines. */
+INLINE void of_width(const char *from, size_t rows, ptrdiff_t row, size_t columns, ptrdiff_t column,
     size_t width, char *to, size_t to_row)
 {
-    if (column == (ptrdiff_t)width)
-        for (size_t i = 0; i < rows; i++)
-            memcpy(to + i * to_row, from + (ptrdiff_t)i * row, columns * width);
-    else if (row == (ptrdiff_t)width) /* of which the compiler can make whole lines */
+    if (row == (ptrdiff_t)width)
         in_tiles(from, rows, (ptrdiff_t)width, columns, column, width, to, to_row);
     else
         in_tiles(from, rows, row, columns, column, width, to, to_row);
+}
+
+CLONES HIDDEN void tiles(const char *from, size_t rows, ptrdiff_t row, size_t columns,
+    ptrdiff_t column, size_t width, char *to, size_t to_row)
+{
+    if (column == (ptrdiff_t)width) {
+        for (size_t i = 0; i < rows; i++)
+            memcpy(to + i * to_row, from + (ptrdiff_t)i * row, columns * width);
+        return;
+    }
+    switch (width) {
+    case 1: of_width(from, rows, row, columns, column, 1, to, to_row); break;
+    case 2: of_width(from, rows, row, columns, column, 2, to, to_row); break;
+    case 4: of_width(from, rows, row, columns, column, 4, to, to_row); break;
+    case 8: of_width(from, rows, row, columns, column, 8, to, to_row); break;
+    default: of_width(from, rows, row, columns, column, 16, to, to_row);
+    }
 }
 
 /* The axis before the last that runs along the memory most closely. */
@@ -68,7 +73,8 @@ static int closest(int axes, const Axis *axis)
 {
     int found = axes - 2;
     for (int a = axes - 3; a >= 0; a--)
-        if (axis[a].size > 1 && (axis[found].size < 2 || llabs(axis[a].step) < llabs(axis[found].step)))
+        if (axis[a].size > 1
+            && (axis[found].size < 2 || llabs(axis[a].step) < llabs(axis[found].step)))
             found = a;
     return found;
 }

@@ -179,10 +179,6 @@ typedef struct {
     ptrdiff_t step; /* in bytes */
 } Axis;
 
-typedef struct {
-    uint64_t half[2];
-} Wide; /* of 16 bytes */
-
 #define MOST_AXES 64 /* that NumPy has */
 
 /* Copies an array of elements of 1, 2, 4, 8 or 16 bytes to C order. */
