@@ -94,7 +94,7 @@ def together(*spreads: Floats) -> Floats:
     total = spreads[0] ** 2
     for spread in spreads[1:]:
         total = total + spread**2
-    return np.sqrt(total)  # broadcasting: not in place
+    return np.sqrt(total)
 
 
 def wide(array: NDArray[Any]) -> Floats:

@@ -445,3 +445,10 @@ def test_sums_have_one_order_on_all_processors(name: str, full: bool) -> None:
         if full:
             assert found["third_moment"] == summed(x * x * x) / finite.size
             assert found["fourth_moment"] == summed((x * x) * (x * x)) / finite.size
+
+
+def test_quantiles_are_of_small_tensors_only(engine: str) -> None:
+    at = FINGERPRINT_FIELDS.index("q50")
+    small, large = (fingerprint(np.zeros(size, np.float32))[at] for size in (16_384, 16_385))
+    assert small == 0
+    assert math.isnan(large)

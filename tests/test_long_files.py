@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import zipfile
@@ -57,6 +58,24 @@ def test_every_byte_arrives(tmp_path: Path, sizes: list[int]) -> None:
     check(tmp_path / "x.zip", entries)
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no direct writes")
+@pytest.mark.parametrize(("size", "direct_opens"), [(LONG // 2, 0), (LONG + 1, 1)])
+def test_long_files_alone_are_opened_for_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, direct_opens: int
+) -> None:
+    flags_seen: list[int] = []
+    real = os.open
+
+    def seen(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        flags_seen.append(flags)
+        return real(path, flags, *rest, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(direct.os, "open", seen)
+        written(tmp_path / "x.zip", contents([size]))
+    assert sum(bool(flags & os.O_DIRECT) for flags in flags_seen) == direct_opens
+
+
 def refusing_open(flag: int) -> Callable[..., int]:
     """As of a file system that cannot open a file for direct writes."""
     real = os.open
@@ -71,8 +90,6 @@ def refusing_open(flag: int) -> Callable[..., int]:
 
 def refusing_write(flag: int) -> Callable[..., int]:
     """As of one that opens it, and takes no direct write of this alignment."""
-    import fcntl
-
     real = os.pwrite
 
     def refuse(descriptor: int, data: Any, at: int) -> int:

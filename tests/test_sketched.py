@@ -39,6 +39,8 @@ def test_steps_between_two_whole_sketches_have_short_ones_of_the_state(tmp_path:
     with Trace(path) as trace:
         sizes = {(e.site.phase, np.size(e.sketch)) for e in trace.events(4) if e.sketch is not None}
         assert sizes == {("optimizer", SHORT_SKETCH)}
+        kept = {e.site.port for e in trace.events(4) if e.sketch is not None}
+        assert kept == {"grad", "update", "param"}
         whole = {np.size(e.sketch) for e in trace.events(2) if e.sketch is not None}
         assert whole == {SKETCH_SIZE}
 

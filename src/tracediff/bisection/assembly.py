@@ -114,9 +114,9 @@ class Assembly:
         if fault:
             return "incomparable", f"recorder fault: {fault}", None
         if isinstance(first, Judged):
-            step = next(s for s in self._steps if s.number == first.event.site.step)
             from tracediff.bisection.explain import explain
 
+            step = next(s for s in self._steps if s.number == first.event.site.step)
             found = explain(first, self._traces, self._environment, step.judge.padding)
             return self._diverged(found, first)
         if first is not None:
@@ -255,10 +255,10 @@ class Assembly:
     def _neighbours(self, first: Judged | Divergence | None) -> tuple[Neighbour, ...]:
         if not isinstance(first, Judged):
             return ()
-        site = first.event.site
-        step = next(s for s in self._steps if s.number == site.step)
         from tracediff.bisection.explain import neighbours
 
+        site = first.event.site
+        step = next(s for s in self._steps if s.number == site.step)
         return neighbours(step.stage(site.phase), first)
 
     def _next_command(self, found: Divergence) -> str:

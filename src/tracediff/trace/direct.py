@@ -2,7 +2,7 @@
 
 A step is on the disk before it is committed, so the page cache can put off the disk's work but not
 save any, and it costs a copy by the system, the memory of pages that nobody reads soon, and, in a
-virtual machine, the handing over of that memory by its host: many times the cost of everything
+virtual machine, the handing over of that memory by its host: several times the cost of everything
 else that is done with a payload.
 """
 

@@ -1,5 +1,5 @@
-/* The sums of ./moments.c for float32 and bfloat16 on processors with AVX2: the same additions in the same order,
- * with the lanes in registers for many rows. */
+/* The sums of ./moments.c for float32 and bfloat16 on processors with AVX2: the same additions in the
+ * same order, with the lanes in registers for many rows. */
 #include "values.h"
 
 #if defined(__x86_64__)
