@@ -21,7 +21,12 @@ from tracediff import kernels
 from tracediff.compare import max_ulp, measure
 from tracediff.compare.figures import one_conversion_apart
 from tracediff.trace.dtypes import DTYPES
-from tracediff.trace.summary import FINGERPRINT_FIELDS, fingerprint, sketch
+from tracediff.trace.summary import (
+    FINGERPRINT_FIELDS,
+    fingerprint,
+    sketch,
+    sketched_distance,
+)
 
 BLOCK = kernels.BLOCK
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
@@ -160,29 +165,42 @@ def test_what_is_left_out_of_a_fingerprint_is_nan(engine: str) -> None:
     }
 
 
-@needs_c
-def test_sketches_agree_where_the_c_code_keeps_no_table() -> None:
-    """It keeps the places of the first 64 blocks of 65,536 elements."""
-    array = np.zeros((1 << 22) + 1000, np.int8)
-    array[-1500:] = values("int8", 1500)
-    found = []
-    for name in ("native", "numpy"):
-        with kernels.using(name):
-            found.append(kernels.signed_buckets(array))
-    assert same(*found)
-    assert found[0].any()
-
-
 def test_a_sketch_adds_signed_elements_to_hashed_buckets(engine: str) -> None:
+    def word(row: int, number: int) -> int:
+        z = (5 * row + number) * 0x9E3779B97F4A7C15 % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
     array = values("int16", 70_000)
     expected = [0] * 256
     for index, element in enumerate(array.tolist()):
-        z = index * 0x9E3779B97F4A7C15 % 2**64
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-        z ^= z >> 31
-        expected[z % 256] += -element if z >> 63 else element
+        row, column = divmod(index, 256)
+        is_taken = word(row, column // 64) >> column % 64 & 1
+        expected[(word(row, 4) + column) % 256] += -element if is_taken else element
     assert sketch(array).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [256, 2048, 1 << 16, 1 << 18])
+@pytest.mark.parametrize(
+    "places",
+    [slice(None), slice(None, 64), slice(5, None, 64), slice(7, None, 256), slice(3, None, 1000)],
+    ids=["all", "the first", "a feature of each head", "a bucket of each row", "far apart"],
+)
+def test_distances_are_estimated_wherever_the_differences_lie(
+    engine: str, places: slice, size: int
+) -> None:
+    """Over many tensors within a tenth, each within four standard deviations of 1/sqrt(512)."""
+    rng = np.random.default_rng(size)
+    ratios = []
+    for _ in range(20):
+        x = rng.normal(size=size)
+        y = x.copy()
+        y[places] += 1e-3 * rng.normal(size=y[places].shape)
+        true = np.linalg.norm(x - y)
+        ratios.append(sketched_distance(sketch(x), sketch(y)) / true)
+    assert np.mean(ratios) == pytest.approx(1, abs=0.1)
+    assert np.abs(np.array(ratios) - 1).max() < 0.18
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import toy
+from tests.test_trace_integrity import rewrite
 from tracediff.bisection import bisect
 from tracediff.trace import Trace
 from tracediff.trace.summary import SHORT_SKETCH, SKETCH_SIZE, shortened, sketch, sketched_distance
@@ -56,6 +58,22 @@ def test_distances_from_short_sketches(size: float) -> None:
     assert sketched_distance(*short) == pytest.approx(true, rel=0.48)
     assert sketched_distance(sketch(x), short[1]) == pytest.approx(true, rel=0.48)
     assert sketched_distance(sketch(x), sketch(y)) == pytest.approx(true, rel=0.15)
+
+
+def test_sketches_of_another_definition_are_not_compared(tmp_path: Path) -> None:
+    """As in traces of an earlier release, whose sketches would all seem to differ."""
+
+    def earlier(document: Any) -> Any:
+        del document["attributes"]["tracediff"]["sketches"]
+        return document
+
+    a, b = pair(tmp_path)
+    for step in range(STEPS):
+        rewrite(b, {"zarr.json": earlier}, step)
+    with Trace(a) as new, Trace(b) as old:
+        assert any(e.sketch is not None for e in new.events(1))
+        assert all(e.sketch is None for e in old.events(1))
+    assert bisect(a, b).outcome == "equivalent"
 
 
 def test_rounding_alone_is_silent(tmp_path: Path) -> None:

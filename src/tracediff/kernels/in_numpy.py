@@ -121,25 +121,30 @@ def signed_buckets(array: NDArray[Any]) -> NDArray[np.float64]:
     flat = array.reshape(-1)
     total = np.zeros(SKETCH_SIZE)
     for start in range(0, flat.size, _SKETCH_BLOCK):
-        buckets, signs = _buckets(start)
+        places, signs = _places(start // SKETCH_SIZE)
         with np.errstate(invalid="ignore"):
             signed = flat[start : start + _SKETCH_BLOCK].astype(np.float64)
             signed *= signs[: signed.size]
-            total += np.bincount(buckets[: signed.size], signed, SKETCH_SIZE)
+            twice = np.bincount(places[: signed.size], signed, 2 * SKETCH_SIZE)
+            total += twice[:SKETCH_SIZE] + twice[SKETCH_SIZE:]
     return total
 
 
 @lru_cache(maxsize=64)
-def _buckets(start: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Bucket and sign of the elements of the block from `start` on (splitmix64 of the index)."""
+def _places(first: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """Bucket, before those from `SKETCH_SIZE` on come round to the first, and sign of each element
+    of a block that begins with row `first`: from five numbers a row (splitmix64 of their index)."""
+    rows = _SKETCH_BLOCK // SKETCH_SIZE
     with np.errstate(over="ignore"):
-        z = np.arange(start, start + _SKETCH_BLOCK, dtype=np.uint64) * np.uint64(_SKETCH_SEED)
+        z = np.arange(5 * first, 5 * (first + rows), dtype=np.uint64) * np.uint64(_SKETCH_SEED)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
-    buckets = (z & np.uint64(SKETCH_SIZE - 1)).astype(np.intp)
-    signs = np.where(z >> np.uint64(63), -1.0, 1.0)
-    return buckets, signs
+    words = z.reshape(rows, 5)
+    starts = (words[:, 4:] % np.uint64(SKETCH_SIZE)).astype(np.intp)
+    bits = np.unpackbits(words[:, :4].astype("<u8").view(np.uint8), axis=1, bitorder="little")
+    signs = np.where(bits.reshape(-1), -1.0, 1.0)
+    return (starts + np.arange(SKETCH_SIZE)).reshape(-1), signs
 
 
 def differences(

@@ -63,6 +63,8 @@ _LAYOUT: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
     "short_sketch_index": ("int64", ()),
 }
 _SKETCHES: Final[Mapping[str, int]] = {"sketch": SKETCH_SIZE, "short_sketch": SHORT_SKETCH}
+SKETCHES: Final = frozenset(f"{name}{part}" for name in _SKETCHES for part in ("", "_index"))
+"""Columns that mean nothing where sketches are defined otherwise."""
 OPTIONAL: Final = ("shard", "short_sketch", "short_sketch_index")
 """Columns that a segment need not have; no event then has such a value."""
 

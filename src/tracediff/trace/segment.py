@@ -29,7 +29,7 @@ from tracediff.trace.documents import load_json
 from tracediff.trace.manifest import FORMAT, MANIFEST
 from tracediff.trace.metadata import STRING, ArrayInfo, chunk_keys, parse_array
 from tracediff.trace.samples import COLUMNS, GROUP, POOLS, ROWS, SampleRows
-from tracediff.trace.summary import digest
+from tracediff.trace.summary import SKETCHES, digest
 
 if TYPE_CHECKING:
     from tracediff.trace.sample_table import SampleTable
@@ -151,7 +151,12 @@ class SegmentReader(HierarchyReader):
     def events(self) -> list[Event]:
         """All events of the columns, by order."""
         with self.reading():
-            names = [name for name in columns.COLUMNS if self._has(name)]
+            has_sketches = self.attributes().get("sketches") == SKETCHES
+            names = [
+                name
+                for name in columns.COLUMNS
+                if self._has(name) and (has_sketches or name not in columns.SKETCHES)
+            ]
             return columns.decode({name: self._column(name) for name in names}, self.step)
 
     def samples(self) -> SampleRows:

@@ -16,7 +16,7 @@ from tracediff.trace.manifest import FORMAT
 from tracediff.trace.names import payload_key
 from tracediff.trace.sample_writer import SampleWriter
 from tracediff.trace.samples import GROUP
-from tracediff.trace.summary import digest, plain
+from tracediff.trace.summary import SKETCHES, digest, plain
 
 
 class SegmentWriter:
@@ -71,6 +71,7 @@ class SegmentWriter:
             "step": self.step,
             "rank": self.rank,
             "events": len(self.events),
+            "sketches": SKETCHES,
         }
         try:
             with self._file.at_once():

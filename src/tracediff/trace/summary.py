@@ -24,6 +24,9 @@ FINGERPRINT_FIELDS: Final = STATISTICS
 SHORT_SKETCH: Final = 32
 """Buckets of a short sketch: every eighth of a whole one's, summed."""
 
+SKETCHES: Final = 2
+"""The definition of sketches; those of another one are not comparable and are not read."""
+
 QUANTILE_LIMIT: Final = 1 << 14
 """Quantiles of larger tensors are NaN: they cost more than all else that is done with a tensor, and
 the more elements two tensors of one distribution have, the more alike their quantiles are."""
@@ -113,8 +116,10 @@ def sketch(array: NDArray[Any]) -> NDArray[np.float64]:
     """A linear random projection onto 256 signed buckets, accumulated in float64.
 
     The Euclidean norm of the difference of two sketches estimates that of the tensors
-    (the count sketch of Charikar, Chen and Farach-Colton, 2002). Bucket and sign of an element
-    come from a hash of its place in C order with a seed fixed by the trace format.
+    (the count sketch of Charikar, Chen and Farach-Colton, 2002). Every 256 elements in C order are
+    a row, which fills each bucket once, in turn from one that is hashed from the row's number; so
+    are the signs. Two elements of a row never share a bucket, and those of two rows do as seldom
+    as if each had one of its own.
     """
     return signed_buckets(_flat(array))
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tracediff.events import Event
 from tracediff.trace.samples import place_of
-from tracediff.trace.summary import FINGERPRINT_FIELDS
+from tracediff.trace.summary import FINGERPRINT_FIELDS, SKETCHES
 
 Marks = NDArray[np.float64]
 
@@ -80,6 +80,8 @@ def structure(events: Iterable[Event], samples: bytes = b"") -> str:
 def _structure(names: tuple[tuple[object, ...], ...], widths: tuple[int, ...], rest: bytes) -> str:
     """The same in most steps."""
     text = f"({list(names)}, {list(widths)})".encode("utf-8", "backslashreplace")
+    if max(widths, default=OWN) > OWN:  # marks of sketches of another definition are not alike
+        text += b"%d" % SKETCHES
     return xxhash.xxh3_128_hexdigest(text + rest)
 
 

@@ -73,7 +73,7 @@ INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *f
     double x[PART], low[LANES], high[LANES];
     Sums lanes;
     Narrow extremes;
-    int in_tiles = (code == F32 || code == BF16) && !full && n >= TILE && has_tiles();
+    int in_tiles = (code == F32 || code == BF16) && has_tiles();
     for (size_t i = 0; i < LANES; i++)
         extremes.low[i] = INFINITY, extremes.high[i] = -INFINITY;
     start(lanes.low, INFINITY);
@@ -84,12 +84,12 @@ INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *f
         size_t block = n < BLOCK ? n : BLOCK;
         n -= block;
         memset(lanes.sum, 0, 5 * sizeof lanes.sum);
+        size_t whole = in_tiles ? block - block % LANES : 0;
+        if (whole && add_tiles(at, code, whole, full, &lanes, &extremes)) {
+            at += whole * WIDTH[code];
+            block -= whole;
+        }
         while (block) {
-            if (in_tiles && block >= TILE && add_tile(at, code, &lanes, &extremes)) {
-                at += TILE * WIDTH[code];
-                block -= TILE;
-                continue;
-            }
             size_t part = block < PART ? block : PART;
             int bad = widen(at, code, part, x);
             ask(at + PART * WIDTH[code], PART * WIDTH[code]);

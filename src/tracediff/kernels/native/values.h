@@ -145,13 +145,14 @@ typedef struct {
     float low[LANES], high[LANES];
 } Narrow;
 
-#define TILE (1 << 12) /* elements that are added at once where `has_tiles` says so */
+#define TILE (1 << 12) /* elements that stay in the L1 cache, where `has_tiles` says so */
 
 HIDDEN int has_tiles(void);
 
-/* Adds all but cubes and fourth powers of a tile of F32 or BF16; 0 if it was not added, because of a
- * NaN or an infinity in it. */
-HIDDEN int add_tile(const void *from, int code, Sums *to, Narrow *extremes);
+/* Adds n elements of F32 or BF16, a multiple of LANES; `full` adds cubes and fourth powers. Returns 0
+ * if they were not added, because of a NaN or an infinity among them. */
+HIDDEN int add_tiles(
+    const void *from, int code, size_t n, int full, Sums *to, Narrow *extremes);
 
 /* Of n elements; `full` adds third and fourth powers. */
 HIDDEN void moments(const void *from, int code, size_t n, int full, Moments *found);
