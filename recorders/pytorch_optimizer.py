@@ -48,6 +48,7 @@ class OptimizerHooks:
         self._patches = patches
         self._pending: list[Updated] = []
         self._loaded: ByIdentity[bool] = ByIdentity()
+        self._copies: ByIdentity[torch.Tensor] = ByIdentity()
 
     def install(self) -> None:
         gc.collect()  # an optimizer that nobody holds any more does not count
@@ -110,8 +111,7 @@ class OptimizerHooks:
                 square += self._state.tape.norm_of(inputs[-1]) ** 2
             hyper = hyper_parameters(optimizer, group, parameter)
             inputs.append(self._emit(parameter, path, "hyper", hyper, op=op))
-            with out_of_sight():
-                before = local_part(parameter).detach().clone()
+            before = self._copied(parameter)
             self._pending.append(Updated(index, parameter, before, tuple(inputs)))
         self._trajectory("grad_norm", np.float64(np.sqrt(square)))
         for index, group in enumerate(optimizer.param_groups):
@@ -133,13 +133,23 @@ class OptimizerHooks:
                 inputs.append(order)
             after, shard = read_part(parameter)
             with out_of_sight():
-                difference = local_part(parameter).detach() - updated.before
-            if (update := to_numpy(difference)) is not None:
+                torch.sub(local_part(parameter).detach(), updated.before, out=updated.before)
+            if (update := to_numpy(updated.before)) is not None:
                 inputs = [self._emit(parameter, path, "update", update, op, inputs, shard)]
             if after is not None:
                 self._emit(parameter, path, "param", after, op, inputs, shard)
         self._pending = []
         self._state.tape.advance()
+
+    def _copied(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A copy of the parameter, in memory that is kept for it: new memory costs as much again."""
+        with out_of_sight():
+            value = local_part(parameter).detach()
+            copy = self._copies.get(parameter)
+            if copy is None or _kind_of(copy) != _kind_of(value):
+                copy = torch.empty_like(value)
+                self._copies.set(parameter, copy)
+            return copy.copy_(value)
 
     def _name_memory(self, path: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Lets operations on these tensors be told by the parameter that they belong to."""
@@ -187,6 +197,10 @@ class OptimizerHooks:
     def _trajectory(self, path: str, value: np.float64) -> None:
         call = self._state.tape.next_call("trajectory", path)
         self._state.tape.emit("trajectory", path, "out", np.asarray(value), call=call)
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _state_tensors(

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -141,4 +142,8 @@ def _taken() -> mmap.mmap:
     try:
         return _spare.pop()
     except IndexError:
-        return mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        piece = mmap.mmap(-1, PIECE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # the system looks up every page of a direct write
+            with suppress(OSError):
+                piece.madvise(mmap.MADV_HUGEPAGE)
+        return piece

@@ -31,28 +31,62 @@ static uint32_t bytewise(uint32_t crc, const uint8_t *data, size_t n)
                           _mm_clmulepi64_si128(X, K, 0x11)),                                       \
         NEXT)
 
-/* `n` is a multiple of 16, and 64 or more. The constants are powers of x modulo the polynomial,
- * reflected, as the paper gives them. */
-__attribute__((target("pclmul,sse4.1"))) static uint32_t folded(
-    uint32_t crc, const uint8_t *data, size_t n)
+/* Powers of x modulo the polynomial, reflected: two for each distance in bytes by which a remainder is
+ * folded. Those of 128 bytes are worked out as the paper's others are, as x^(8 * 128 -+ 32). */
+#define BY16 _mm_set_epi64x(0x00ccaa009e, 0x01751997d0)
+#define BY64 _mm_set_epi64x(0x01c6e41596, 0x0154442bd4)
+#define BY128 _mm_set_epi64x(0x014a7fe880, 0x01e88ef372)
+
+#define WIDE __attribute__((target("vpclmulqdq,avx2,pclmul,sse4.1")))
+#define NARROW __attribute__((target("pclmul,sse4.1")))
+
+/* Folds whole 128 bytes, `n` of them at least one; leaves their remainder as 128 bytes. */
+WIDE static void of_lines(uint32_t crc, const uint8_t *data, size_t n, __m128i *to)
 {
-    const __m128i by64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4);
-    const __m128i by16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
-    const __m128i last = _mm_set_epi64x(0, 0x0163cd6124);
+    const __m256i by128 = _mm256_broadcastsi128_si256(BY128);
+    __m256i x[4];
+    for (int i = 0; i < 4; i++)
+        x[i] = _mm256_loadu_si256((const __m256i *)data + i);
+    x[0] = _mm256_xor_si256(x[0], _mm256_setr_epi32((int)crc, 0, 0, 0, 0, 0, 0, 0));
+    for (data += 128, n -= 128; n; data += 128, n -= 128)
+        for (int i = 0; i < 4; i++) {
+            __m256i low = _mm256_clmulepi64_epi128(x[i], by128, 0x00);
+            __m256i high = _mm256_clmulepi64_epi128(x[i], by128, 0x11);
+            __m256i next = _mm256_loadu_si256((const __m256i *)data + i);
+            _mm_prefetch((const char *)data + 1024 + 32 * i, _MM_HINT_T0);
+            x[i] = _mm256_xor_si256(_mm256_xor_si256(low, high), next);
+        }
+    for (int i = 0; i < 4; i++)
+        _mm256_storeu_si256((__m256i *)to + i, x[i]);
+}
+
+/* The same of whole 64 bytes, without AVX2. */
+NARROW static void of_quarters(uint32_t crc, const uint8_t *data, size_t n, __m128i *to)
+{
+    __m128i x[4];
+    for (int i = 0; i < 4; i++)
+        x[i] = LOAD(data + 16 * i);
+    x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
+    for (data += 64, n -= 64; n; data += 64, n -= 64)
+        for (int i = 0; i < 4; i++)
+            FOLD(x[i], BY64, LOAD(data + 16 * i));
+    memcpy(to, x, sizeof x);
+}
+
+/* `n` is a multiple of 16, and 64 or more. */
+NARROW static uint32_t folded(uint32_t crc, const uint8_t *data, size_t n)
+{
+    const __m128i by16 = BY16, last = _mm_set_epi64x(0, 0x0163cd6124);
     const __m128i barrett = _mm_set_epi64x(0x01f7011641, 0x01db710641);
     const __m128i low = _mm_setr_epi32(~0, 0, ~0, 0);
-    __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)crc));
-    __m128i b = LOAD(data + 16), c = LOAD(data + 32), d = LOAD(data + 48);
-    for (data += 64, n -= 64; n >= 64; data += 64, n -= 64) {
-        FOLD(a, by64, LOAD(data));
-        FOLD(b, by64, LOAD(data + 16));
-        FOLD(c, by64, LOAD(data + 32));
-        FOLD(d, by64, LOAD(data + 48));
-    }
-    FOLD(a, by16, b);
-    FOLD(a, by16, c);
-    FOLD(a, by16, d);
-    for (; n; data += 16, n -= 16)
+    __m128i x[8], a, b;
+    int is_wide = n >= 128 && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx2");
+    size_t whole = n - n % (is_wide ? 128 : 64);
+    (is_wide ? of_lines : of_quarters)(crc, data, whole, x);
+    a = x[0];
+    for (int i = 1; i < (is_wide ? 8 : 4); i++)
+        FOLD(a, by16, x[i]);
+    for (data += whole, n -= whole; n; data += 16, n -= 16)
         FOLD(a, by16, LOAD(data));
     a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by16, 0x10));
     a = _mm_xor_si128(

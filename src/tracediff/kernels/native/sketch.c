@@ -53,6 +53,7 @@ CLONES void signed_buckets(const void *from, int code, size_t n, double *total)
         for (size_t row; done < end; done += row) {
             row = end - done < BUCKETS ? end - done : BUCKETS;
             widen(at, code, row, x);
+            ask(at + 4 * row * WIDTH[code], row * WIDTH[code]);
             add_row(x, done / BUCKETS, row, bucket);
             at += row * WIDTH[code];
         }

@@ -43,7 +43,7 @@ AVX2 static void of_bfloats(const u16 *from, size_t n, float *to)
     }
 }
 
-AVX2 INLINE void add_tile(const float *x, size_t n, int full, Sums *to, Narrow *extremes)
+AVX2 INLINE void add_tile(const float *x, size_t n, const char *next, int full, Sums *to, Narrow *extremes)
 {
     const __m256d sign = _mm256_set1_pd(-0.0), one = _mm256_set1_pd(1.0);
     for (size_t lane = 0; lane < LANES; lane += WIDE) {
@@ -52,7 +52,9 @@ AVX2 INLINE void add_tile(const float *x, size_t n, int full, Sums *to, Narrow *
         __m256 low = _mm256_loadu_ps(extremes->low + lane);
         __m256 high = _mm256_loadu_ps(extremes->high + lane);
         __m256i zero = _mm256_setzero_si256();
-        for (const float *at = x + lane; at < x + n; at += LANES) {
+        const char *line = next + lane * 256;
+        for (const float *at = x + lane; at < x + n; at += LANES, line += 32) {
+            _mm_prefetch(line, _MM_HINT_T1);
             __m256 v = _mm256_loadu_ps(at);
             low = _mm256_min_ps(v, low);
             high = _mm256_max_ps(v, high);
@@ -74,14 +76,14 @@ AVX2 INLINE void add_tile(const float *x, size_t n, int full, Sums *to, Narrow *
     }
 }
 
-AVX2 static void add_brief(const float *x, size_t n, Sums *to, Narrow *extremes)
+AVX2 static void add_brief(const float *x, size_t n, const char *next, Sums *to, Narrow *extremes)
 {
-    add_tile(x, n, 0, to, extremes);
+    add_tile(x, n, next, 0, to, extremes);
 }
 
-AVX2 static void add_full(const float *x, size_t n, Sums *to, Narrow *extremes)
+AVX2 static void add_full(const float *x, size_t n, const char *next, Sums *to, Narrow *extremes)
 {
-    add_tile(x, n, 1, to, extremes);
+    add_tile(x, n, next, 1, to, extremes);
 }
 
 int add_tiles(const void *from, int code, size_t n, int full, Sums *to, Narrow *extremes)
@@ -94,8 +96,8 @@ int add_tiles(const void *from, int code, size_t n, int full, Sums *to, Narrow *
         const float *x = from;
         if (code == BF16)
             of_bfloats(from, tile, widened), x = widened;
-        (full ? add_full : add_brief)(x, tile, to, extremes);
         from = (const char *)from + tile * WIDTH[code];
+        (full ? add_full : add_brief)(x, tile, from, to, extremes);
     }
     for (size_t lane = 0; lane < LANES; lane++)
         if (!(to->abs[lane] <= DBL_MAX)) { /* there was a NaN or an infinity */
