@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -57,8 +57,7 @@ class Operation:
     canonical: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """A forward event of the current step, for its gradient to refer to."""
 
     place: Place
@@ -96,23 +95,14 @@ class OperationEvents:
         attributes = {"level": "op", "canonical": forward.canonical, "forward_order": order}
         place = replace(forward.place, phase="backward")
         return self._emit(
-            place,
-            forward.canonical,
-            forward.op,
-            port=port,
-            array=array,
-            inputs=inputs,
-            attributes=attributes,
-            call=forward.call,
+            place, forward.canonical, forward.op, port, array, inputs, attributes, forward.call
         )
 
     def leaf(self, place: Place, name: str, array: NDArray[Any]) -> int:
         """Records a value that no recorded operation of this step made."""
         attributes = {"level": "op", "canonical": LEAF, "leaf": True, "name": name}
         call = self._tape.next_call(place.phase, f"{place.path}@{LEAF}")
-        return self._emit(
-            place, LEAF, LEAF, port="out", array=array, inputs=(), attributes=attributes, call=call
-        )
+        return self._emit(place, LEAF, LEAF, "out", array, (), attributes, call)
 
     def outputs(
         self, operation: Operation, arrays: Sequence[NDArray[Any] | None]
@@ -128,25 +118,27 @@ class OperationEvents:
         if place.user_line and place.user_line != place.source:
             attributes["user_line"] = place.user_line
         call = self._tape.next_call(place.phase, f"{place.path}@{canonical}")
-        emit = functools.partial(
-            self._emit, place, canonical, operation.name, inputs=operation.inputs
-        )
-        orders: list[int | None] = []
-        for index, array in enumerate(arrays):
-            port = f"out.{index}" if len(arrays) > 1 else "out"
-            orders.append(
-                None
-                if array is None
-                else emit(port=port, array=array, attributes=attributes, call=call)
+        return [
+            None
+            if array is None
+            else self._emit(
+                place,
+                canonical,
+                operation.name,
+                f"out.{index}" if len(arrays) > 1 else "out",
+                array,
+                operation.inputs,
+                attributes,
+                call,
             )
-        return orders
+            for index, array in enumerate(arrays)
+        ]
 
     def _emit(
         self,
         place: Place,
         canonical: str,
         op: str,
-        *,
         port: str,
         array: NDArray[Any],
         inputs: Sequence[int],
@@ -178,27 +170,52 @@ def issuing_lines(framework: str) -> tuple[str, str]:
     Returns:
         Both as `file:line`, "" where there is none.
     """
-    source = ""
+    package: FrameType | None = None
+    kinds = _kinds(framework)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        kind, name = _file(frame.f_code.co_filename, framework)
-        if kind != "framework":
-            line = f"{name}:{frame.f_lineno}"
-            source = source or line
-            if kind == "user":
-                return source, line
+        kind = kinds[frame.f_code.co_filename]
+        if kind is _USER:
+            line = _line(frame)
+            return line if package is None else _line(package), line
+        if kind is _PACKAGE and package is None:
+            package = frame
         frame = frame.f_back
-    return source, ""
+    return "" if package is None else _line(package), ""
+
+
+_FRAMEWORK: Final = "framework"
+_PACKAGE: Final = "package"
+_USER: Final = "user"
+
+
+def _line(frame: FrameType) -> str:
+    """`file:line`; to find a line takes longer than all else that is asked of a frame."""
+    return f"{_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @functools.lru_cache(maxsize=4096)
-def _file(filename: str, framework: str) -> tuple[str, str]:
-    """Whose code a file is (the framework's, with Python's and ours; a package's; the user's), and
-    its name without folders."""
-    path = Path(filename)
-    if "site-packages" in filename and not filename.startswith(framework):
-        return "package", path.name
-    ours = filename.startswith((framework, "<", sys.base_prefix)) or any(
-        path.resolve().is_relative_to(folder) for folder in (_HERE, _CORE)
-    )
-    return "framework" if ours else "user", path.name
+def _name(filename: str) -> str:
+    return Path(filename).name
+
+
+class _Kinds(dict[str, str]):
+    """Whose code a file is: the framework's (with Python's and ours), a package's, the user's."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+
+    def __missing__(self, filename: str) -> str:
+        found = self[filename] = self._kind(filename)
+        return found
+
+    def _kind(self, filename: str) -> str:
+        if "site-packages" in filename and not filename.startswith(self._framework):
+            return _PACKAGE
+        ours = filename.startswith((self._framework, "<", sys.base_prefix)) or any(
+            Path(filename).resolve().is_relative_to(folder) for folder in (_HERE, _CORE)
+        )
+        return _FRAMEWORK if ours else _USER
+
+
+_kinds: Final = functools.lru_cache(_Kinds)

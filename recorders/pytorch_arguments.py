@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from tracediff.operations import base_name, canonical_operation, takes_scalar_operands
+from tracediff.recorders.pytorch_dataflow import Look, look_of
 
 _OVERWRITING: Final = frozenset(
     {
@@ -28,28 +31,52 @@ _SILENT: Final = frozenset(
 )
 """Arguments that change where a result lies, not what it is."""
 
+_SKIPPED_NAMESPACES: Final = frozenset({"profiler"})
+_UNINITIALISED: Final = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+)
+"""Their values are whatever was in memory."""
+_ON_LISTS: Final = ("_foreach", "_fused_ad", "_fused_sgd")
+
+_NUMBER: Final = (bool, int, float)
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
+"""Types of which a list is JSON as it stands, and holds no tensors."""
+
 
 class Argument(NamedTuple):
     """A tensor that an operation is given.
 
     Attributes:
+        look: Which memory it looks at, and how, before the operation runs.
         read: Whether its value matters: not for `out=` and what is filled.
         written: Whether the operation changes it in place.
         listed: Whether it is one of a list, and its place there.
     """
 
     tensor: torch.Tensor
+    look: Look | None
     read: bool
     written: bool
     listed: bool
     place: int
 
 
-class Share(NamedTuple):
-    """What is recorded as one operation: indices of its arguments, and its outputs."""
+Output = tuple[torch.Tensor, Look | None]
+"""A tensor that an operation returns or has written to, and its look afterwards."""
 
-    arguments: Sequence[int]
-    outputs: Sequence[torch.Tensor]
+
+class Given(NamedTuple):
+    """What an operation is given.
+
+    Attributes:
+        arguments: Tensors in the order of the schema, those of lists one by one.
+        attributes: Other arguments, by name.
+        operands: Data arguments in order, None for a tensor, where some are numbers; else ().
+    """
+
+    arguments: list[Argument]
+    attributes: dict[str, Any]
+    operands: Sequence[Any]
 
 
 class Parameter(NamedTuple):
@@ -60,6 +87,7 @@ class Parameter(NamedTuple):
         written: Whether the operation changes it in place.
         operand: Whether a number given for it stands for a tensor.
         number: Whether it takes a number that is an attribute.
+        silent: Whether it says nothing about the result.
     """
 
     name: str
@@ -67,23 +95,69 @@ class Parameter(NamedTuple):
     written: bool
     operand: bool
     number: bool
+    silent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An operation, whoever calls it: to find this takes longer than most operations.
+
+    Attributes:
+        name: What it is called: `aten.mul.Tensor`.
+        parameters: None for a higher-order operator, which has no schema.
+        writes: Whether it changes arguments in place.
+        draws: Whether it draws from a generator.
+        skipped: Whether it is not recorded.
+        uninitialised: Whether the values of its results are whatever was in memory.
+        on_lists: Whether it works on lists, element by element (`_foreach_add_`).
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...] | None
+    writes: bool
+    draws: bool
+    skipped: bool
+    uninitialised: bool
+    on_lists: bool
+
+
+@dataclass(slots=True)
+class Call:
+    """An operation that is to run.
+
+    Attributes:
+        node: Numbers of the nodes of the autograd graph that differentiate it.
+    """
+
+    func: Any
+    function: Function
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    node: range
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
 
 
 @lru_cache(maxsize=4096)
-def name_of(func: Any) -> str:
-    """What an operation is called: `aten.mul.Tensor`."""
-    return str(func)
-
-
-@lru_cache(maxsize=4096)
-def _parameters(func: Any) -> tuple[Parameter, ...] | None:
-    """Those of its schema, which takes longer to read than most operations; None for a
-    higher-order operator, which has none."""
+def function_of(func: Any) -> Function:
+    """What is known about an operator as dispatch hands it over."""
+    name = str(func)
     schema = getattr(func, "_schema", None)
-    if schema is None:
-        return None
-    overwrites = base_name("pytorch", name_of(func)) in _OVERWRITING
-    takes_numbers = takes_scalar_operands(canonical_operation("pytorch", name_of(func)))
+    return Function(
+        name=name,
+        parameters=None if schema is None else _parameters(name, schema),
+        writes=schema is not None and schema.is_mutable,
+        draws=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
+        skipped=getattr(func, "namespace", "") in _SKIPPED_NAMESPACES,
+        uninitialised=base_name("pytorch", name) in _UNINITIALISED,
+        on_lists=name.partition(".")[2].startswith(_ON_LISTS),
+    )
+
+
+def _parameters(name: str, schema: Any) -> tuple[Parameter, ...]:
+    overwrites = base_name("pytorch", name) in _OVERWRITING
+    takes_numbers = takes_scalar_operands(canonical_operation("pytorch", name))
     found = []
     for argument in schema.arguments:
         kind, alias = str(argument.type), argument.alias_info
@@ -97,50 +171,92 @@ def _parameters(func: Any) -> tuple[Parameter, ...] | None:
                 written=written,
                 operand=tensor or (number and argument.name in _OPERANDS),
                 number=number and argument.name not in _OPERANDS,
+                silent=argument.name in _SILENT,
             )
         )
     return tuple(found)
 
 
-def _given(
-    parameters: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Parameter, Any]]:
-    for place, parameter in enumerate(parameters):
-        if place < len(args):
-            yield parameter, args[place]
-        elif parameter.name in kwargs:
-            yield parameter, kwargs[parameter.name]
-
-
-def tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Argument]:
-    """Tensor arguments in the order of the schema, those of lists one by one."""
-    parameters = _parameters(func)
-    if parameters is None:
+def given(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
+    """Takes the arguments of a call apart, before it runs."""
+    arguments: list[Argument] = []
+    if function.parameters is None:
         for index, tensor in enumerate(flat([*args, *kwargs.values()])):
-            yield Argument(tensor, True, False, False, index)
-        return
-    for parameter, value in _given(parameters, args, kwargs):
-        listed = not isinstance(value, torch.Tensor)
-        for index, tensor in enumerate(flat(value)):
-            yield Argument(tensor, parameter.read, parameter.written, listed, index)
+            arguments.append(Argument(tensor, look_of(tensor), True, False, False, index))
+        return Given(arguments, {}, ())
+    attributes: dict[str, Any] = {}
+    operands: list[Any] = []
+    has_numbers = False
+    for parameter, value in _pairs(function.parameters, args, kwargs):
+        if isinstance(value, torch.Tensor):
+            operands.append(None)
+            _, read, written, *_ = parameter
+            arguments.append(Argument(value, look_of(value), read, written, False, 0))
+        elif isinstance(value, _NUMBER) and parameter.operand:
+            operands.append(value)
+            has_numbers = True
+        elif isinstance(value, _NUMBER) and parameter.number:
+            attributes[parameter.name] = value
+        elif value is not None:
+            _take(parameter, value, arguments, attributes)
+    return Given(arguments, attributes, operands if has_numbers else ())
 
 
-def shares(
-    func: Any, arguments: Sequence[Argument], outputs: Sequence[torch.Tensor]
-) -> Iterator[Share]:
-    """An operation as one, or one for each tensor where it works on lists (`_foreach_add_`)."""
-    name = name_of(func).partition(".")[2]
-    if not name.startswith(("_foreach", "_fused_ad", "_fused_sgd")):
-        yield Share(range(len(arguments)), outputs)
-        return
-    count = 1 + max((a.place for a in arguments if a.listed), default=-1)
+def _pairs(
+    parameters: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterable[tuple[Parameter, Any]]:
+    positional = zip(parameters, args, strict=False)
+    if not kwargs:
+        return positional
+    rest = parameters[len(args) :]
+    named = [(each, kwargs[each.name]) for each in rest if each.name in kwargs]
+    return chain(positional, named)
+
+
+def _take(
+    parameter: Parameter, value: Any, arguments: list[Argument], attributes: dict[str, Any]
+) -> None:
+    """Adds a list of tensors to the arguments, or what is neither tensor nor number."""
+    tensors = [] if _is_json(value) else flat(value)
+    for index, tensor in enumerate(tensors):
+        arguments.append(
+            Argument(tensor, look_of(tensor), parameter.read, parameter.written, True, index)
+        )
+    if not (tensors or parameter.silent) and (plain := _plain(value)) is not None:
+        attributes[parameter.name] = plain
+
+
+def shares(function: Function, arguments: Sequence[Argument]) -> list[Sequence[int]]:
+    """Indices of the arguments of what is recorded as one operation: of all, or of each element of
+    the lists that it works on."""
+    if not function.on_lists:
+        return [range(len(arguments))]
+    common: list[int] = []
+    count = 1 + max((argument.place for argument in arguments if argument.listed), default=-1)
+    own: list[list[int]] = [[] for _ in range(count)]
+    for index, argument in enumerate(arguments):
+        (own[argument.place] if argument.listed else common).append(index)
+    return [sorted((*common, *indices)) for indices in own]
+
+
+def outputs_of(
+    function: Function,
+    arguments: Sequence[Argument],
+    parts: Sequence[Sequence[int]],
+    outputs: Sequence[Output],
+) -> list[Sequence[Output]]:
+    """The outputs of each of the `shares`: what it writes to, or else what it returns.
+
+    Args:
+        outputs: Those of the operation.
+    """
+    if not function.on_lists:
+        return [outputs]
     written = [i for i, argument in enumerate(arguments) if argument.written]
-    for place in range(count):
-        own = [i for i, a in enumerate(arguments) if not a.listed or a.place == place]
-        if written:
-            yield Share(own, [arguments[i].tensor for i in own if arguments[i].written])
-        else:
-            yield Share(own, outputs[place : place + 1])
+    if not written:
+        return [outputs[index : index + 1] for index in range(len(parts))]
+    output_at = dict(zip(written, outputs, strict=True))
+    return [[output_at[i] for i in part if i in output_at] for part in parts]
 
 
 def flat(value: Any) -> list[torch.Tensor]:
@@ -154,27 +270,11 @@ def flat(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def plain_arguments(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[Any]]:
-    """Arguments that are no tensors: attributes by name, and the operands where one is a number."""
-    attributes: dict[str, Any] = {}
-    operands: list[Any] = []
-    for parameter, value in _given(_parameters(func) or (), args, kwargs):
-        is_number = isinstance(value, bool | int | float)
-        if isinstance(value, torch.Tensor):
-            operands.append(None)
-        elif is_number and parameter.operand:
-            operands.append(value)
-        elif is_number and parameter.number:
-            attributes[parameter.name] = value
-        elif (
-            parameter.name not in _SILENT
-            and not flat(value)
-            and (plain := _plain(value)) is not None
-        ):
-            attributes[parameter.name] = plain
-    return attributes, operands if any(operand is not None for operand in operands) else []
+def _is_json(value: Any) -> bool:
+    """Whether a value is no tensor and holds none, where that is easily seen."""
+    if isinstance(value, list | tuple):
+        return set(map(type, value)) <= _ATOMS
+    return type(value) in _ATOMS
 
 
 def _plain(value: Any) -> Any:
@@ -184,5 +284,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return list(value) if _is_json(value) else [_plain(item) for item in value]
     return None

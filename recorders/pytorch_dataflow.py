@@ -12,6 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 View = tuple[Any, ...]
 """How a tensor looks at its storage."""
 
+Look = tuple[int, View]
+"""Address of a tensor's storage, and how the tensor looks at it. Equal for two tensors that are the
+same view of the same memory."""
+
 
 @dataclass(slots=True)
 class Memory:
@@ -56,59 +60,51 @@ class DataFlow:
     def clear(self) -> None:
         self._memory.clear()
 
-    def held(self, tensor: torch.Tensor) -> Held | None:
-        """The event with the tensor's value; None where its memory is not known."""
-        memory = self._known(tensor)
-        if memory is None:
+    def current(self, look: Look | None) -> int | None:
+        """The event with a tensor's value; None where it is not known, or no longer has it."""
+        memory = self._memory.get(look[0]) if look is not None else None
+        if look is None or memory is None:
             return None
-        order = memory.holders.get(_view(tensor))
+        order = memory.holders.get(look[1])
+        is_current = order is not None and (memory.writer is None or order >= memory.writer)
+        return order if is_current else None
+
+    def held(self, look: Look | None) -> Held | None:
+        """What is known about a tensor's value; None where its memory is not known."""
+        memory = self._memory.get(look[0]) if look is not None else None
+        if look is None or memory is None:
+            return None
+        order = memory.holders.get(look[1])
         if order is not None and (memory.writer is None or order >= memory.writer):
             return Held(order, current=True)
         sources = {source for source in (order, memory.writer) if source is not None}
         return Held(order, False, tuple(sorted(sources)))
 
-    def hold(self, tensor: torch.Tensor, order: int, *, written: bool) -> None:
+    def hold(self, tensor: torch.Tensor, look: Look | None, order: int, *, written: bool) -> None:
         """Says that an event has the tensor's value, and whether it wrote to memory in use."""
-        key = address_of(tensor)
-        if key is None:
+        if look is None:
             return
-        memory = self._known(tensor)
+        memory = self._memory.get(look[0])
         if memory is None:
-            weak: Any = StorageWeakRef
-            memory = self._memory[key] = Memory(weak(tensor.untyped_storage()), order)
+            memory = self._memory[look[0]] = Memory(_reference(tensor), order)
         if written or memory.writer is None:
             memory.writer = order
-        memory.holders[_view(tensor)] = order
+        memory.holders[look[1]] = order
 
     def blank(self, tensor: torch.Tensor) -> None:
         """Says that the tensor's memory was allocated, and not written to."""
         key = address_of(tensor)
         if key is not None:
-            weak: Any = StorageWeakRef
-            self._memory[key] = Memory(weak(tensor.untyped_storage()), None)
+            self._memory[key] = Memory(_reference(tensor), None)
 
-    def is_blank(self, tensor: torch.Tensor) -> bool:
-        memory = self._known(tensor)
+    def is_blank(self, look: Look | None) -> bool:
+        memory = self._memory.get(look[0]) if look is not None else None
         return memory is not None and memory.writer is None
 
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Says that the tensor's memory was written to by something that is not recorded."""
-        key = address_of(tensor)
-        if key is not None:
-            self._memory.pop(key, None)
-
-    def key(self, tensor: torch.Tensor) -> View | None:
-        """Equal for two tensors that are the same view of the same memory."""
-        address = address_of(tensor)
-        return None if address is None else (address, *_view(tensor))
-
-    def share_memory(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        key = address_of(one)
-        return key is not None and key == address_of(other)
-
-    def _known(self, tensor: torch.Tensor) -> Memory | None:
-        key = address_of(tensor)
-        return None if key is None else self._memory.get(key)
+    def forget(self, look: Look | None) -> None:
+        """Says that a tensor's memory was written to by something that is not recorded."""
+        if look is not None:
+            self._memory.pop(look[0], None)
 
 
 class Nodes:
@@ -153,7 +149,22 @@ def address_of(tensor: torch.Tensor) -> int | None:
     return int(storage._cdata)
 
 
-def _view(tensor: torch.Tensor) -> View:
-    shape, stride = tuple(tensor.shape), tensor.stride()
+def look_of(tensor: torch.Tensor) -> Look | None:
+    """None for a tensor without storage."""
+    address = address_of(tensor)
+    if address is None:
+        return None
     bits = tensor.is_conj(), tensor.is_neg()
-    return tensor.storage_offset(), shape, stride, tensor.dtype, bits
+    return address, (
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        bits,
+    )
+
+
+def _reference(tensor: torch.Tensor) -> StorageWeakRef:
+    weak: Any = StorageWeakRef
+    found: StorageWeakRef = weak(tensor.untyped_storage())
+    return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracediff.consumers import Consumers
 from tracediff.events import ROOT
-from tracediff.operations import ALIAS, base_name
+from tracediff.operations import ALIAS
 from tracediff.recorders.operation_events import (
     Operation,
     OperationEvents,
@@ -25,13 +24,23 @@ from tracediff.recorders.operation_events import (
 )
 from tracediff.recorders.pytorch_arguments import (
     Argument,
+    Call,
+    Function,
+    Output,
     flat,
-    name_of,
-    plain_arguments,
+    function_of,
+    given,
+    outputs_of,
     shares,
-    tensors,
 )
-from tracediff.recorders.pytorch_dataflow import DataFlow, Held, Nodes, address_of
+from tracediff.recorders.pytorch_dataflow import (
+    DataFlow,
+    Held,
+    Look,
+    Nodes,
+    address_of,
+    look_of,
+)
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Patches
@@ -39,18 +48,23 @@ from tracediff.trace.summary import digest
 
 _TORCH: Final = f"{Path(torch.__file__).resolve().parent}{os.sep}"
 
-_SKIPPED_NAMESPACES: Final = frozenset({"profiler"})
-_UNINITIALISED: Final = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-)
-"""Their values are whatever was in memory."""
-
-
 Made = tuple[str, bytes, torch.dtype, tuple[int, ...]]
 """An operation's name, and digest, dtype and shape of a result."""
 
 
 Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+
+
+class Part(NamedTuple):
+    """What is recorded as one operation.
+
+    Attributes:
+        arguments: Indices of its arguments.
+        place: None for another parameter of a list than those that are recorded.
+    """
+
+    arguments: Sequence[int]
+    place: Place | None
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,6 +94,7 @@ class OperationHooks:
         self._nodes = Nodes()
         self._made: dict[Made, int] = {}
         self._owners: dict[int | None, str] = {}
+        self._recorded: dict[str, bool] = {}
         self._step = -1
         self._lock = threading.RLock()
 
@@ -110,22 +125,24 @@ class OperationHooks:
         return init
 
     def _dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not _draws(func) or not self._state.recording:
-            return self._seen(func, args, kwargs)
-        with self._consumers.drawing(name_of(func), lambda: issuing_lines(_TORCH)[0]):
-            return self._seen(func, args, kwargs)
+        call = Call(func, function_of(func), args, kwargs, self._nodes.made())
+        recording = self._state.recording
+        if not call.function.draws or not recording:
+            return self._seen(call, recording)
+        with self._consumers.drawing(call.function.name, lambda: issuing_lines(_TORCH)[0]):
+            return self._seen(call, recording)
 
-    def _seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        node = self._nodes.made()
-        place = self._place(args) if self._state.recording else None
-        if place is None or getattr(func, "namespace", "") in _SKIPPED_NAMESPACES:
-            result = func(*args, **kwargs)
-            self._unseen(func, args, kwargs)
+    def _seen(self, call: Call, recording: bool) -> Any:
+        place = self._place(call.args) if recording else None
+        if place is None or call.function.skipped:
+            result = call.run()
+            if call.function.writes:
+                self._forget(call)
             return result
         with self._lock:
             if self._state.repeating:
-                return self._repeat(func, args, kwargs, node)
-            return self._run(func, args, kwargs, place, node)
+                return self._repeat(call)
+            return self._run(call, place)
 
     # ---- where an operation runs -----------------------------------------------------------
 
@@ -136,18 +153,28 @@ class OperationHooks:
             return None
         if tape.step != self._step:
             self._step = tape.step
-            tables = self._events, self._flow, self._nodes, self._made, self._owners
+            tables = self._events, self._flow, self._nodes, self._made, self._owners, self._recorded
             for table in tables:
                 table.clear()
         place = self._backward_place() if in_backward() else self._forward_place()
         if place is None:
             return None
-        paths = self._owners_of(flat(args)) if place.phase == "optimizer" else {place.path}
-        if not any(tape.policy.records_operations(tape.step, path) for path in paths or {ROOT}):
+        paths = {place.path}
+        if place.phase == "optimizer" and tape.policy.only is not None:
+            paths = self._owners_of(map(look_of, flat(args))) or {ROOT}
+        if not any(self._records(path) for path in paths):
             return None
         if not place.source:
             place.source, place.user_line = issuing_lines(_TORCH)
         return place
+
+    def _records(self, path: str) -> bool:
+        """Whether operations of a module are recorded in this step."""
+        found = self._recorded.get(path)
+        if found is None:
+            found = self._state.tape.policy.records_operations(self._step, path)
+            self._recorded[path] = found
+        return found
 
     def _forward_place(self) -> Place | None:
         state, frame = self._state, self._state.tape.current
@@ -174,87 +201,86 @@ class OperationHooks:
         named = None if parameter is None else self._state.roots.named(parameter)
         return Place("backward", named.owners[0] if named and named.owners else ROOT)
 
-    def _owners_of(self, arguments: Sequence[torch.Tensor]) -> set[str]:
+    def _owners_of(self, looks: Iterable[Look | None]) -> set[str]:
         """Paths of the parameters that an update works on, as far as its arguments tell."""
-        return {owner for tensor in arguments if (owner := self._owner(tensor))}
+        return {owner for look in looks if (owner := self._owner(look))}
 
-    def _owner(self, tensor: torch.Tensor) -> str:
-        known = self._state.memory_names.get(address_of(tensor))
+    def _owner(self, look: Look | None) -> str:
+        known = self._state.memory_names.get(look and look[0])
         if known:
             return known[0]
-        held = self._flow.held(tensor)
+        held = self._flow.held(look)
         return self._owners.get(held.order, "") if held else ""
 
     # ---- one operation ---------------------------------------------------------------------
 
-    def _run(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        place: Place,
-        node: range,
-    ) -> Any:
-        arguments = list(tensors(func, args, kwargs))
-        places = self._places(func, arguments, place)
-        wanted = {i for share, where in places if where is not None for i in share}
-        found = [
-            self._order(a.tensor, place) if a.read and i in wanted else None
-            for i, a in enumerate(arguments)
-        ]
-        bases = [self._base(a.tensor) if a.written else None for a in arguments]
-        given = [self._flow.key(a.tensor) for a in arguments]
-        result = func(*args, **kwargs)
-        if base_name("pytorch", name_of(func)) in _UNINITIALISED:
+    def _run(self, call: Call, place: Place) -> Any:
+        arguments, plain, operands = given(call.function, call.args, call.kwargs)
+        parts = self._parts(call.function, arguments, place)
+        found = self._inputs(arguments, parts, place)
+        bases = [self._base(a.look) if a.written else None for a in arguments]
+        result = call.run()
+        if call.function.uninitialised:
             for tensor in flat(result):
                 self._flow.blank(tensor)
             return result
-        outputs = [a.tensor for a in arguments if a.written]
+        outputs = [(a.tensor, look_of(a.tensor)) for a in arguments if a.written]
         written = bool(outputs)
-        outputs = outputs or flat(result)
-        if not written and all(self._flow.key(tensor) in given for tensor in outputs):
-            self._nodes.belong(node, next((each for each in found if each is not None), None))
-            return result  # nothing is new: `detach` returns what it was given
-        if not written and any(self._flow.is_blank(tensor) for tensor in outputs):
-            return result  # a view of memory that nothing was written to
-        plain, operands = plain_arguments(func, args, kwargs)
-        for share, (_, where) in zip(shares(func, arguments, outputs), places, strict=True):
-            if where is None:
+        if not written:
+            outputs = [(tensor, look_of(tensor)) for tensor in flat(result)]
+            looks = [argument.look for argument in arguments]
+            if all(look in looks for _, look in outputs):
+                self._nodes.belong(call.node, next((o for o in found if o is not None), None))
+                return result  # nothing is new: `detach` returns what it was given
+            if any(self._flow.is_blank(look) for _, look in outputs):
+                return result  # a view of memory that nothing was written to
+        shared = outputs_of(call.function, arguments, [part.arguments for part in parts], outputs)
+        for part, own in zip(parts, shared, strict=True):
+            if part.place is None:
                 continue
-            own = [arguments[i] for i in share.arguments]
-            inputs = [order for i in share.arguments if (order := found[i]) is not None]
-            attributes = self._attributes(func, plain)
+            inputs = [order for i in part.arguments if (order := found[i]) is not None]
+            attributes = self._attributes(call.function, part.place, plain)
             if written:
-                base = next((bases[i] for i in share.arguments if bases[i] is not None), None)
-                attributes |= {} if base is None else {"inplace": base}
+                base = next((bases[i] for i in part.arguments if bases[i] is not None), None)
+                if base is not None:
+                    attributes["inplace"] = base
             else:
-                attributes |= self._view_of(own, share.outputs)
-            operation = Operation(name_of(func), where, inputs, plain, operands, attributes)
-            self._record(operation, share.outputs, written, node)
+                base = self._viewed([arguments[i] for i in part.arguments], own)
+                if base is not None:
+                    attributes["view_of"] = base
+            operation = Operation(
+                call.function.name, part.place, inputs, plain, operands, attributes
+            )
+            self._record(operation, own, written, call.node)
         return result
 
-    def _places(
-        self, func: Any, arguments: Sequence[Argument], place: Place
-    ) -> list[tuple[Sequence[int], Place | None]]:
-        """Arguments and place of each part that is recorded as one operation; no place for another
-        parameter of a list than those that are recorded."""
-        found: list[tuple[Sequence[int], Place | None]] = []
-        for share in shares(func, arguments, []):
-            where = self._of_parameter(place, [arguments[i] for i in share.arguments])
-            kept = self._state.tape.policy.records_operations(self._step, where.path)
-            found.append((share.arguments, where if kept else None))
+    def _parts(self, function: Function, arguments: Sequence[Argument], place: Place) -> list[Part]:
+        found = []
+        for share in shares(function, arguments):
+            where = place
+            if place.phase == "optimizer":
+                where = self._of_parameter(place, [arguments[i] for i in share])
+            found.append(Part(share, where if self._records(where.path) else None))
         return found
 
     def _of_parameter(self, place: Place, arguments: Sequence[Argument]) -> Place:
-        """The same place; in an update, at the path of the parameter that it is an update of."""
-        if place.phase != "optimizer":
-            return place
-        owners = self._owners_of([argument.tensor for argument in arguments])
+        """The same place, at the path of the parameter that it is an update of."""
+        owners = self._owners_of([argument.look for argument in arguments])
         return replace(place, path=owners.pop() if len(owners) == 1 else ROOT)
 
-    def _base(self, tensor: torch.Tensor) -> int | None:
+    def _inputs(
+        self, arguments: Sequence[Argument], parts: Sequence[Part], place: Place
+    ) -> list[int | None]:
+        """Orders of the events with the values of the arguments that are read."""
+        wanted = {i for part in parts if part.place is not None for i in part.arguments}
+        return [
+            self._order(argument, place) if argument.read and i in wanted else None
+            for i, argument in enumerate(arguments)
+        ]
+
+    def _base(self, look: Look | None) -> int | None:
         """Order of the event that a tensor's value comes from before it is written to."""
-        held = self._flow.held(tensor)
+        held = self._flow.held(look)
         return (
             None
             if held is None
@@ -264,16 +290,16 @@ class OperationHooks:
         )
 
     def _record(
-        self, operation: Operation, outputs: Sequence[torch.Tensor], written: bool, node: range
+        self, operation: Operation, outputs: Sequence[Output], written: bool, node: range
     ) -> None:
-        arrays = [to_numpy(tensor) for tensor in outputs]
+        arrays = [to_numpy(tensor) for tensor, _ in outputs]
         if any(array is None for array in arrays):
             self._state.tape.note("operations on tensors without plain values were left out")
         orders = self._events.outputs(operation, arrays)
-        for tensor, array, order in zip(outputs, arrays, orders, strict=True):
-            if array is None or order is None:
+        for (tensor, look), order in zip(outputs, orders, strict=True):
+            if order is None:
                 continue
-            self._flow.hold(tensor, order, written=written)
+            self._flow.hold(tensor, look, order, written=written)
             of_value = self._state.tape.digest_of(order)
             self._made[_made(operation.name, tensor, of_value)] = order
             # A norm over all parameters is summed from numbers that belong to none of them.
@@ -282,54 +308,50 @@ class OperationHooks:
         if orders and orders[0] is not None:
             self._nodes.belong(node, orders[0])
 
-    def _repeat(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], node: range
-    ) -> Any:
+    def _repeat(self, call: Call) -> Any:
         """Runs an operation that a checkpoint computes again: its events are on the tape."""
-        written = [a.tensor for a in tensors(func, args, kwargs) if a.written]
-        result = func(*args, **kwargs)
+        arguments = given(call.function, call.args, call.kwargs).arguments
+        written = [argument.tensor for argument in arguments if argument.written]
+        result = call.run()
         for tensor in written or flat(result):
             array = to_numpy(tensor)
-            made = None if array is None else _made(name_of(func), tensor, digest(array))
+            made = None if array is None else _made(call.function.name, tensor, digest(array))
             order = self._made.get(made) if made is not None else None
             if order is not None:
-                self._flow.hold(tensor, order, written=bool(written))
-                self._nodes.belong(node, order)
+                self._flow.hold(tensor, look_of(tensor), order, written=bool(written))
+                self._nodes.belong(call.node, order)
         return result
 
-    def _unseen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for argument in tensors(func, args, kwargs):
-                if argument.written:
-                    self._flow.forget(argument.tensor)
+    def _forget(self, call: Call) -> None:
+        for argument in given(call.function, call.args, call.kwargs).arguments:
+            if argument.written:
+                self._flow.forget(argument.look)
 
     # ---- inputs ----------------------------------------------------------------------------
 
-    def _order(self, tensor: torch.Tensor, place: Place) -> int | None:
+    def _order(self, argument: Argument, place: Place) -> int | None:
         """Order of the event with a tensor's value; records a leaf or an alias if there is none.
 
         None for a tensor without values, or whose memory was not written to.
         """
-        held = self._flow.held(tensor)
-        if held is not None and held.current and held.order is not None:
-            return held.order
-        if self._flow.is_blank(tensor):
-            return None
+        known = self._flow.current(argument.look)
+        if known is not None or self._flow.is_blank(argument.look):
+            return known
+        tensor, held = argument.tensor, self._flow.held(argument.look)
         array = to_numpy(tensor)
         if array is None:
             return None
         order: int | None
         if held is None:
             if place.phase == "optimizer":
-                place = replace(place, path=self._owner(tensor) or ROOT)
+                place = replace(place, path=self._owner(argument.look) or ROOT)
             order = self._events.leaf(place, self._leaf_name(tensor), array)
         elif held.order is not None and self._state.tape.digest_of(held.order) == digest(array):
             order = held.order
         else:
             order = self._alias(tensor, held, place)
         if order is not None:
-            self._flow.hold(tensor, order, written=False)
+            self._flow.hold(tensor, argument.look, order, written=False)
         return order
 
     def _alias(self, tensor: torch.Tensor, held: Held, place: Place) -> int | None:
@@ -355,32 +377,27 @@ class OperationHooks:
 
     # ---- what is known about it ------------------------------------------------------------
 
-    def _attributes(self, func: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
+    def _attributes(
+        self, function: Function, place: Place, plain: Mapping[str, Any]
+    ) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
-        if _draws(func) and plain.get("dropout_p") != 0.0:
+        if function.draws and plain.get("dropout_p") != 0.0:
             attributes["rng"] = True
-        node: Any = torch._C._current_autograd_node() if in_backward() else None
+        node: Any = torch._C._current_autograd_node() if place.phase == "backward" else None
         if node is not None:
             attributes["autograd_node"] = node.name()
             if (order := self._nodes.of(node)) is not None:
                 attributes["forward_order"] = order
         return attributes
 
-    def _view_of(
-        self, arguments: Sequence[Argument], outputs: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        """The argument whose memory the outputs look at, if they do."""
-        for argument in arguments:
-            if outputs and self._flow.share_memory(argument.tensor, outputs[0]):
-                base = self._base(argument.tensor)
-                return {} if base is None else {"view_of": base}
-        return {}
-
-
-@functools.lru_cache(maxsize=4096)
-def _draws(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    def _viewed(self, arguments: Sequence[Argument], outputs: Sequence[Output]) -> int | None:
+        """Order of the event of the argument whose memory the outputs look at, if they do."""
+        viewed = outputs[0][1] if outputs else None
+        for look in [argument.look for argument in arguments]:
+            if look is not None and viewed is not None and look[0] == viewed[0]:
+                return self._base(look)
+        return None
 
 
 def _made(name: str, tensor: torch.Tensor, of_value: bytes) -> Made:
-    return name, of_value, tensor.dtype, tuple(tensor.shape)
+    return name, of_value, tensor.dtype, tensor.shape

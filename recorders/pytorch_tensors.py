@@ -29,17 +29,19 @@ _DIRECT: Final[Mapping[torch.dtype, str]] = {
     torch.float32: "<f4",
     torch.float64: "<f8",
     torch.float16: "<f2",
+    torch.bfloat16: "<i2",
     torch.int64: "<i8",
     torch.int32: "<i4",
     torch.bool: "|b1",
 }
-"""How NumPy writes the types that both have."""
+"""How NumPy writes the types that both have, and the integers that bfloat16 travels as."""
 
-_len_dispatch: Final = torch._C._len_torch_dispatch_stack
 _len_function: Final = torch._C._len_torch_function_stack
 _interpreters: Final = torch._C._functorch.peek_interpreter_stack
 
 Ports = ports.Ports[torch.Tensor]
+
+_BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 # NumPy has none of these: they travel as integers of the same width and are viewed again.
 _BIT_VIEWS: Final[Mapping[torch.dtype, tuple[torch.dtype, Any]]] = {
@@ -61,7 +63,8 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
         quantized and distributed ones, those in a `torch.func` transform, freed storage.
     """
     if _is_plain(tensor):
-        return np.asarray(_Memory(tensor))
+        array = np.asarray(_Memory(tensor))
+        return array.view(_BFLOAT16) if tensor.dtype is torch.bfloat16 else array
     if not has_values(tensor):
         return None
     with out_of_sight():
@@ -122,7 +125,8 @@ def out_of_sight() -> Iterator[None]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of those that are nearly all, which the long way would take ten
-    times as long to read: an ordinary one on the CPU, with no mode that could see us read it."""
+    times as long to read: an ordinary one on the CPU, with no mode that could see us read it. Modes
+    of dispatch see operations only, and nothing here is one."""
     return (
         tensor.dtype in _DIRECT
         and type(tensor) in _ORDINARY
@@ -130,7 +134,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_neg()
-        and not _len_dispatch()
         and not _len_function()
         and _interpreters() is None
         and tensor.data_ptr() != 0  # empty, or its storage was freed
