@@ -142,7 +142,7 @@ class OptimizerHooks:
         self._state.tape.advance()
 
     def _copied(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A copy of the parameter, in memory that is kept for it: new memory costs as much again."""
+        """A copy of the parameter, in memory that is kept for it: new memory costs as much."""
         with out_of_sight():
             value = local_part(parameter).detach()
             copy = self._copies.get(parameter)
