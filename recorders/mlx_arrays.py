@@ -17,6 +17,9 @@ from tracediff.recorders.ports import PortNames, method_names, parameter_names
 
 Ports = ports.Ports[mx.array]
 
+_VIEW: Final = mx.array.view
+"""As MLX has it: where operations are recorded, those of the recorder are none of the run's."""
+
 
 def to_numpy(array: mx.array) -> NDArray[Any] | None:
     """The values of an array of any layout and dtype, evaluated if they were not yet.
@@ -32,12 +35,25 @@ def to_numpy(array: mx.array) -> NDArray[Any] | None:
         mx.eval(array)
     except ValueError:
         return None
-    if array.dtype == mx.bfloat16:  # NumPy has none: it travels as an integer of the same width
-        bits: NDArray[Any] = np.asarray(array.view(mx.uint16))
-        values = bits.view(ml_dtypes.bfloat16)
+    if array.dtype != mx.bfloat16:
+        values = np.asarray(array)
         return values
-    values = np.asarray(array)
+    # NumPy has none, and takes it as bytes; what does not lie in C order travels as integers.
+    buffer: memoryview = memoryview(array)  # type: ignore[arg-type]
+    if buffer.c_contiguous and array.size:
+        values = np.frombuffer(buffer, ml_dtypes.bfloat16).reshape(array.shape)
+        return values
+    bits: NDArray[Any] = np.asarray(_VIEW(array, mx.uint16))
+    values = bits.view(ml_dtypes.bfloat16)
     return values
+
+
+def evaluate(*arrays: Any) -> None:
+    """Computes arrays together, and so faster than when each is read; not those without values."""
+    try:
+        mx.eval(*arrays)
+    except ValueError:
+        return
 
 
 def random_key() -> NDArray[np.uint32] | None:

@@ -14,7 +14,7 @@ from mlx.nn import utils as nn_utils
 from mlx.nn.layers.base import Module
 
 from tracediff.events import ROOT
-from tracediff.recorders.mlx_arrays import flatten, input_ports
+from tracediff.recorders.mlx_arrays import evaluate, flatten, input_ports
 from tracediff.recorders.mlx_state import Gradient, State, replace_everywhere
 from tracediff.recording import Patches
 
@@ -128,6 +128,7 @@ class GradientHooks:
             yield
         finally:
             self._state.gradient = None
+            self._state.settle()
             self._state.roots.forget_remembered()
 
     def _traced(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,6 +179,8 @@ class GradientHooks:
     def _emit_named(self, named: Sequence[tuple[str, mx.array]]) -> None:
         """Records gradients of parameters, last ones first: the order of a backward pass."""
         state = self._state
+        if not state.tape.skipping:
+            evaluate([grad for _, grad in named])
         for path, grad in reversed(named):
             if state.operations is not None:
                 state.operations.parameter_grad(path, grad)

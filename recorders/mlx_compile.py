@@ -37,6 +37,7 @@ class CompileHooks:
         _attached.append(self._state)
         self._patches.on_undo(_attached.remove, self._state)
         name = _compiled_before()
+        self._state.defers = not name  # inside of what `mx.vmap` made there are no values
         if name and _compiles():
             self._state.tape.note(
                 f"{name} was compiled or transformed before recording began: "

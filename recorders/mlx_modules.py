@@ -28,7 +28,7 @@ from tracediff.recorders.mlx_state import ClassHooks, State, replace_everywhere
 from tracediff.recording import Frame, Patches
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each call, and that takes four times as long
 class Call:
     """A call of a module that is about to happen."""
 
@@ -47,8 +47,8 @@ class Call:
 class ModuleHooks:
     """Wraps `__call__` of every class of modules.
 
-    Values are evaluated as each call begins and ends. MLX is lazy, but not fused outside of
-    `mx.compile`: when an array is evaluated does not change it.
+    Values are evaluated together, at the end of the outermost call or when many wait. MLX is lazy,
+    but not fused outside of `mx.compile`: when an array is evaluated does not change it.
 
     Attributes:
         replace: Where it is set, given each recorded call with the orders of its inputs by port
@@ -139,7 +139,7 @@ class ModuleHooks:
         for segment in state.segments:
             segment.append(frame)
         try:
-            orders = self._emit(tape.emit_in, frame, ports)
+            orders = self._emit_inputs(frame, ports)
             if self.replace is not None:
                 call = self.replace(frame, call, orders)
                 ports = call.inputs()
@@ -148,13 +148,16 @@ class ModuleHooks:
                 output = call.run()
             finally:
                 state.given.pop()
-            self._emit(tape.emit_out, frame, output_ports(output), _offset(call))
+            outputs = output_ports(output)
+            recorded = self._emit(tape.emit_out, frame, outputs, state.later, _offset(call))
         finally:
             state.open.pop()
             tape.exit(frame)
+            state.settle()
         if not state.open:
             state.offer(frame.outs)
-        return self._tapped(frame, output, ports)
+        taps = {id(array): port for port, array in outputs.tensors if port in recorded}
+        return self._tapped(frame, output, taps, ports)
 
     def _evaluate(self, call: Call, path: str, ports: Ports) -> Any:
         """Records a call without gradients as one value in and one out, in the trajectory."""
@@ -164,9 +167,9 @@ class ModuleHooks:
         try:
             if self._state.roots.is_root(call.module):
                 self._emit_batch(ports, tape.next_call("rendering", "eval_batch"))
-            self._emit(tape.emit_in, frame, ports)
+            self._emit_inputs(frame, ports)
             output = call.run()
-            self._emit(tape.emit_out, frame, output_ports(output))
+            self._emit(tape.emit_out, frame, output_ports(output), self._state.later)
             return output
         finally:
             tape.exit(frame)
@@ -211,17 +214,23 @@ class ModuleHooks:
             if is_integer(array) and (values := self._state.read(array)) is not None:
                 self._state.tape.emit_batch(name, values, call)
 
+    def _emit_inputs(self, frame: Frame, ports: Ports) -> dict[str, int]:
+        # Those of a root are compared with the batch, at once.
+        read = self._state.later if frame.parent else self._state.read
+        return self._emit(self._state.tape.emit_in, frame, ports, read)
+
     def _emit(
         self,
         emit: Callable[..., int],
         frame: Frame,
         ports: Ports,
+        read: Callable[[mx.array], Any],
         further: Mapping[str, Any] | None = None,
     ) -> dict[str, int]:
         orders = {}
         attributes = dict(further or {}) | ({"skipped": ports.skipped} if ports.skipped else {})
         for port, array in ports.tensors:
-            if (values := self._state.read(array)) is not None:
+            if (values := read(array)) is not None:
                 dims = hidden_dims(array, frame.op, self._batch)
                 orders[port] = emit(frame, port, values, dims=dims, attributes=attributes)
                 attributes = {}
@@ -229,23 +238,21 @@ class ModuleHooks:
 
     # ---- gradients -------------------------------------------------------------------------
 
-    def _tapped(self, frame: Frame, output: Any, inputs: Ports) -> Any:
+    def _tapped(self, frame: Frame, output: Any, ports: dict[int, str], inputs: Ports) -> Any:
         """The same output, whose gradients are recorded when MLX computes them.
 
         An array handed through (dropout that is off) is no value of this call: not tapped.
+
+        Args:
+            ports: Identity of each array that has values -> its port.
         """
         if self._state.gradient is None:
             return output
-        given = {id(array) for _, array in inputs.tensors}
-        ports = {
-            id(array): port
-            for port, array in output_ports(output).tensors
-            if id(array) not in given
-        }
+        for _, array in inputs.tensors:
+            ports.pop(id(array), None)
 
         def tap(array: mx.array) -> mx.array:
-            # Without values (inside `mx.vmap`) there is nothing to record.
-            if not is_float(array) or id(array) not in ports or to_numpy(array) is None:
+            if id(array) not in ports or not is_float(array):
                 return array
             dims = hidden_dims(array, frame.op, self._batch)
             tapped: mx.array = self._tap(frame, f"grad_{ports[id(array)]}", dims)(array)
@@ -261,7 +268,7 @@ class ModuleHooks:
 
         def vjp(primals: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
             nonlocal calls
-            if self._state.recording and (values := self._state.read(cotangent)) is not None:
+            if self._state.recording and (values := self._state.later(cotangent)) is not None:
                 # A second differentiation of the same call, as for a Hessian, has its own port.
                 unique = f"{port}@{calls}" if calls else port
                 self._state.tape.emit_grad(frame, unique, values, dims=dims)
@@ -338,7 +345,12 @@ class ModuleHooks:
             output = call.run()
         finally:
             self._state.open.pop()
-        return output if frame is None else self._tapped(frame, output, call.inputs())
+        if frame is None:
+            return output
+        outputs = output_ports(output).tensors
+        # Without values (inside `mx.vmap`) there is nothing to record.
+        taps = {id(array): port for port, array in outputs if to_numpy(array) is not None}
+        return self._tapped(frame, output, taps, call.inputs())
 
 
 class Boundary:

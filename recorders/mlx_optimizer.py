@@ -14,7 +14,7 @@ from mlx.nn.layers.base import Module
 from mlx.optimizers import MultiOptimizer, Optimizer, clip_grad_norm
 from numpy.typing import NDArray
 
-from tracediff.recorders.mlx_arrays import flatten, scalar
+from tracediff.recorders.mlx_arrays import evaluate, flatten, scalar
 from tracediff.recorders.mlx_roots import parameters
 from tracediff.recorders.mlx_state import ClassHooks, State, replace_everywhere
 from tracediff.recording import Patches
@@ -171,6 +171,11 @@ class OptimizerHooks:
     def _record(
         self, optimizer: Optimizer, updated: Sequence[Updated], after: Mapping[str, mx.array]
     ) -> None:
+        computed: list[mx.array] = []
+        for item in updated:
+            state = _state_arrays(item.optimizer, item.name)
+            computed += [item.grad, item.before, after[item.name], *(array for _, array in state)]
+        evaluate(computed)
         inputs: list[list[int]] = []
         square = 0.0
         for item in updated:

@@ -24,6 +24,7 @@ from tracediff.recorders.mlx_arrays import random_key
 from tracediff.recorders.mlx_autograd import GradientHooks
 from tracediff.recorders.mlx_batches import BatchHooks
 from tracediff.recorders.mlx_compile import CompileHooks
+from tracediff.recorders.mlx_deferral import DeferralHooks
 from tracediff.recorders.mlx_losses import LossHooks
 from tracediff.recorders.mlx_modules import ModuleHooks
 from tracediff.recorders.mlx_operations import OperationHooks
@@ -59,6 +60,7 @@ class Recorder(recording.Recorder):
         patches.on_undo(setattr, state, "active", False)
         consumers = Consumers(tape, "mlx", _position)
         CompileHooks(state, patches).install()
+        DeferralHooks(state, patches).install()
         self.modules = ModuleHooks(state, patches)
         self.modules.install()
         GradientHooks(state, patches).install()

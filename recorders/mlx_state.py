@@ -14,6 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 from numpy.typing import NDArray
 
+from tracediff.deferred import Deferred
 from tracediff.recorders.mlx_arrays import Ports, to_numpy
 from tracediff.recorders.mlx_roots import Roots
 from tracediff.recording import Frame, Patches, Tape
@@ -73,6 +74,8 @@ class State:
         stage: `loss` or `optimizer` while code of that stage runs outside of modules, else "".
         operations: Records operations, at level `op`.
         active: Whether the recorder is attached; functions that it wrapped outlive it.
+        defers: Whether values may be computed after they were recorded.
+        readable: Whether all values that the outermost call asked for so far were there.
         skipped: What a gradient transformation returns in a step that a rerun skips, given what it
             would return and whether that has a value.
     """
@@ -90,6 +93,8 @@ class State:
     stage: str = ""
     operations: Any = None
     active: bool = True
+    defers: bool = True
+    readable: bool = True
     skipped: Callable[[Any, bool], Any] | None = None
     _sources: tuple[int, tuple[int, ...]] = (0, ())
     _grads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -168,8 +173,24 @@ class State:
         """Values of an array, or None with a note in the trace where there are none."""
         values = to_numpy(array)
         if values is None:
+            self.readable = False
             self.tape.note(UNREADABLE)
         return values
+
+    def later(self, array: mx.array) -> NDArray[Any] | Deferred | None:
+        """Values of an array as `read` has them, or the array for `settle` to read them."""
+        inside = self.gradient is not None or self.open
+        # Between operations nothing can wait: each is on the tape before the next.
+        if not (inside and self.defers and self.readable and self.operations is None):
+            return self.read(array)
+        # A new handle: an in-place operation on the array must not alter what is recorded.
+        return Deferred(array.astype(array.dtype), array.nbytes)
+
+    def settle(self) -> None:
+        """Computes and writes what waits, at the end of an outermost call."""
+        if self.gradient is None and not self.open:
+            self.tape.settle()
+            self.readable = True
 
     def emit_array(
         self, phase: str, path: str, port: str, array: mx.array, **extra: Any
@@ -177,7 +198,7 @@ class State:
         """Records an array; returns its order as a tuple, empty if it has no values."""
         if self.tape.skipping:
             return ()  # reading it would compute it
-        values = self.read(array)
+        values = self.later(array)
         return () if values is None else (self.tape.emit(phase, path, port, values, **extra),)
 
 

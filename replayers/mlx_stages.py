@@ -17,8 +17,7 @@ from tracediff.recorders.mlx_arrays import flatten, input_ports, is_integer, map
 from tracediff.recorders.mlx_modules import Call
 from tracediff.recorders.mlx_recorder import Recorder
 from tracediff.recorders.mlx_snapshot import from_numpy
-from tracediff.recording import Given, Tape
-from tracediff.tape import Frame
+from tracediff.recording import Frame, Given, Tape
 
 _DROPOUTS: Final = (nn.Dropout, nn.Dropout2d, nn.Dropout3d)
 

@@ -17,8 +17,7 @@ from tracediff.events import Site
 from tracediff.recorders.pytorch_modules import Call
 from tracediff.recorders.pytorch_recorder import Recorder
 from tracediff.recorders.pytorch_tensors import from_numpy, is_integer, map_tensors, out_of_sight
-from tracediff.recording import Given, Tape
-from tracediff.tape import Frame
+from tracediff.recording import Frame, Given, Tape
 
 _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 

@@ -17,7 +17,7 @@ TIERS = (
     {"errors", "events", "kernels", "on_demand"},
     {"verdict", "operations"},
     {"trace"},
-    {"draws", "launched", "policy", "rerun", "source_lines", "summaries"},
+    {"deferred", "draws", "frames", "launched", "policy", "rerun", "source_lines", "summaries"},
     {"tape"},
     {"consumers"},
     {"recording", "replaying", "compare", "rendering", "checkpoint"},

@@ -175,6 +175,20 @@ def test_what_was_recorded_before_an_exception_can_be_read(tmp_path: Path) -> No
     np.testing.assert_array_equal(trace["0/forward/root#0:in"], np.array(X[0]))
 
 
+def test_what_a_gradient_computed_before_an_exception_can_be_read(tmp_path: Path) -> None:
+    class Broken(TwoLayers):
+        def __call__(self, x: mx.array) -> mx.array:
+            self.layers[0](x)
+            raise ZeroDivisionError
+
+    model = Broken()
+    with pytest.raises(ZeroDivisionError), recording(tmp_path / "t.zarr"):
+        nn.value_and_grad(model, lambda x: model(x).sum())(X[0])
+    trace = Recording(tmp_path / "t.zarr")
+    expected = np.array(model.layers[0](X[0]))
+    np.testing.assert_array_equal(trace["0/forward/layers.0#0:out"], expected)
+
+
 # ---- optimizers ---------------------------------------------------------------------------------
 
 

@@ -277,6 +277,39 @@ def test_values_inside_vmap_are_left_out_and_noted(record: Callable[..., Recordi
     assert "1/backward/layers.0.weight#0:grad" in trace.sites("backward")
 
 
+def test_vmap_inside_a_model_leaves_out_what_is_in_it_and_nothing_else(
+    record: Callable[..., Recording],
+) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def __call__(self, x: mx.array) -> mx.array:
+            x = self.first(x)
+            return self.second(x + mx.vmap(self.first)(x))
+
+    mx.random.seed(0)
+    model = Rows()
+    optimizer = optim.SGD(0.1)
+
+    def job() -> None:
+        for _ in range(2):
+            optimizer.update(model, nn.value_and_grad(model, regression)(model, X, Y)[1])
+
+    trace = record(job)
+    for step in range(2):
+        orders = [event.order for event in trace.events if event.site.step == step]
+        assert orders == list(range(len(orders)))
+        sites = [site.partition("/forward/")[2] for site in trace.sites("forward", step)]
+        assert sites == ["root#0:in", "first#0:in", "first#0:out", "second#0:in", "second#0:out",
+                         "root#0:out"]  # fmt: skip
+        assert f"{step}/backward/second#0:grad_out" in trace.sites("backward")
+    expected = np.array(X) @ trace["0/loading/first.weight:param"].T
+    expected += trace["0/loading/first.bias:param"]
+    np.testing.assert_allclose(trace["0/forward/first#0:out"], expected, rtol=1e-5)
+
+
 def test_functional_gradients_and_hessians(record: Callable[..., Recording]) -> None:
     model = two_layers()
     found: list[Any] = []

@@ -11,7 +11,8 @@ from tracediff.draws import Position
 from tracediff.events import Event
 
 if TYPE_CHECKING:
-    from tracediff.tape import Frame, Tape
+    from tracediff.frames import Frame
+    from tracediff.tape import Tape
 
 SCRIPT = "the script"
 UNWATCHED = "calls that were not watched"

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from tracediff.errors import StackError
 from tracediff.events import ROOT
+from tracediff.frames import Frame
 from tracediff.policy import LEVELS, Policy
-from tracediff.tape import Frame, Given, Tape
+from tracediff.tape import Given, Tape
 from tracediff.trace.snapshot import Tree
 
 __all__ = [

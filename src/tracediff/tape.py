@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.deferred import Deferred, Waiting
 from tracediff.events import Event, Site, sample_step
+from tracediff.frames import Frame
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
@@ -37,46 +38,16 @@ _BATCH_KINDS: Final = {
 Given = Callable[[Site], NDArray[Any] | None]
 """What a call is to be run on in place of the value it computed at an input's site, or None."""
 
-
-@dataclass(eq=False, slots=True)
-class Frame:
-    """One call of one module while it runs, and afterwards what its gradients flow from."""
-
-    path: str
-    call: int
-    op: str
-    phase: str
-    parent: Frame | None
-    source: str = ""
-    ins: list[int] = field(default_factory=list)
-    outs: list[int] = field(default_factory=list)
-    grads: list[int] = field(default_factory=list)
-    children: list[Frame] = field(default_factory=list)
-    step: int = 0
-
-    def available(self) -> tuple[int, ...]:
-        """Orders of what code in this call can have computed with so far."""
-        orders = list(self.ins)
-        for child in self.children:
-            orders += child.outs
-        return tuple(orders)
-
-    def downstream(self) -> tuple[int, ...]:
-        """Orders of what the gradient of this call's output can have been computed from."""
-        if self.parent is None:
-            return tuple(self.outs)
-        orders = [*self.outs, *self.parent.grads]
-        for frame in self.parent.children[self.parent.children.index(self) + 1 :]:
-            orders += frame.grads
-            orders += frame.outs
-        return tuple(orders)
+_Recorded = tuple[Site, int, str, str, str, Sequence[str], str, tuple[int, ...], Mapping[str, Any]]
+"""What is known of an event before its value: its first fields as `Tape._write` takes them."""
 
 
 class Tape:
     """Numbers, summarises and writes the events of a run, step by step.
 
     Values are summarised, and written or copied, before `emit` returns, so a recorder may pass a
-    view of a live tensor: an in-place operation afterwards cannot alter what was recorded.
+    view of a live tensor: an in-place operation afterwards cannot alter what was recorded. Only
+    what is `Deferred` waits, for `settle`.
     """
 
     def __init__(self, writer: TraceWriter | BufferedWriter, policy: Policy) -> None:
@@ -90,7 +61,8 @@ class Tape:
         self._stack: list[Frame] = []
         self._frames: dict[str, Frame] = {}
         self._batch: dict[bytes, int] = {}
-        self._emitted: list[Summary] = []
+        self._emitted: dict[int, Summary] = {}
+        self.waiting: Waiting[_Recorded] = Waiting()
         self._kept: dict[tuple[str, str, str], tuple[bool, str]] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
@@ -128,6 +100,7 @@ class Tape:
         with self._lock:
             for callback in self.on_step_end if self.step_started else ():
                 callback()
+            self.settle()
             self.writer.commit_step()
             self.step += 1
             self._order = 0
@@ -188,12 +161,14 @@ class Tape:
 
     def digest_of(self, order: int) -> bytes:
         """Digest of the event with this order in the current step."""
+        self.settle()
         return self._emitted[order].digest
 
     def norm_of(self, order: int) -> float:
         """Euclidean norm of a tensor that was recorded in the current step, by its order."""
         if order < 0:  # in a step that a rerun skips
             return 0.0
+        self.settle()
         return euclidean_norm(self._emitted[order].fingerprint)
 
     def frame_of(self, path: str) -> Frame | None:
@@ -204,7 +179,7 @@ class Tape:
         self,
         frame: Frame,
         port: str,
-        array: NDArray[Any],
+        array: NDArray[Any] | Deferred,
         dims: tuple[str, ...] = (),
         attributes: Mapping[str, Any] | None = None,
         kind: str = "tensor",
@@ -222,7 +197,7 @@ class Tape:
         self,
         frame: Frame,
         port: str,
-        array: NDArray[Any],
+        array: NDArray[Any] | Deferred,
         dims: tuple[str, ...] = (),
         attributes: Mapping[str, Any] | None = None,
         shard: str = "",
@@ -254,7 +229,7 @@ class Tape:
         self,
         frame: Frame,
         port: str,
-        array: NDArray[Any],
+        array: NDArray[Any] | Deferred,
         dims: tuple[str, ...] = (),
         shard: str = "",
     ) -> int:
@@ -274,7 +249,7 @@ class Tape:
         frame: Frame,
         phase: str,
         port: str,
-        array: NDArray[Any],
+        array: NDArray[Any] | Deferred,
         inputs: tuple[int, ...],
         dims: tuple[str, ...],
         attributes: Mapping[str, Any] | None = None,
@@ -325,8 +300,8 @@ class Tape:
         """
         if isinstance(value, np.generic):
             value = np.asarray(value)
-        is_array = isinstance(value, np.ndarray)
         if kind is None:
+            is_array = isinstance(value, np.ndarray | Deferred)
             kind = "tensor" if is_array else "text" if isinstance(value, str) else "setting"
         with self._lock:
             step = self.step
@@ -338,32 +313,54 @@ class Tape:
                 source = user_line()
             order = self._order
             self._order = order + 1
-            kept = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
-            keep, sketches = kept
-            array = self._summaries.packed(value) if is_array else value
-            summary, buckets = self._summarised(phase, path, array, sketches)
-            event = Event(
-                site=Site(step, phase, path, call, port),
-                order=order,
-                kind=kind,
-                op=op,
-                source=source,
-                dtype=summary.dtype,
-                shape=value.shape if is_array else (),
-                dims=tuple(dims),
-                shard=shard,
-                digest=summary.digest,
-                fingerprint=summary.fingerprint,
-                sketch=buckets,
-                inputs=tuple(inputs),
-                value=None if is_array else value,
-                attributes=attributes or {},
-            )
-            self._emitted.append(summary)
-            self.writer.add(event, array if keep and is_array else None)
-            if phase == "loading" and port == "param":
-                self.loaded[path] = summary.digest, summary.dtype
+            site = Site(step, phase, path, call, port)
+            recorded = site, order, kind, op, source, dims, shard, tuple(inputs), attributes or {}
+            if self.waiting.must_wait(value):
+                if self.waiting.add(value, recorded):
+                    self.settle()
+            else:
+                self.settle()
+                self._write(value, recorded)
         return order
+
+    def settle(self) -> None:
+        """Writes the events whose values are `Deferred`: they are computed and read together."""
+        if self.waiting:
+            with self._lock:
+                for value, recorded in self.waiting.take():
+                    self._write(value, recorded)
+
+    def _write(self, value: Any, recorded: _Recorded) -> None:
+        """Summarises a value and hands its event to the writer."""
+        site, order, kind, op, source, dims, shard, inputs, attributes = recorded
+        phase, path, port = site.phase, site.path, site.port
+        is_array = isinstance(value, np.ndarray)
+        if value is None and kind == "tensor":
+            kind = "setting"  # it was deferred, and turned out to have no values
+        keep, sketches = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
+        array = self._summaries.packed(value) if is_array else value
+        summary, buckets = self._summarised(phase, path, array, sketches)
+        event = Event(
+            site=site,
+            order=order,
+            kind=kind,
+            op=op,
+            source=source,
+            dtype=summary.dtype,
+            shape=value.shape if is_array else (),
+            dims=tuple(dims),
+            shard=shard,
+            digest=summary.digest,
+            fingerprint=summary.fingerprint,
+            sketch=buckets,
+            inputs=inputs,
+            value=None if is_array else value,
+            attributes=attributes,
+        )
+        self._emitted[order] = summary
+        self.writer.add(event, array if keep and is_array else None)
+        if phase == "loading" and port == "param":
+            self.loaded[path] = summary.digest, summary.dtype
 
     def _summarised(
         self, phase: str, path: str, value: Any, sketches: str
@@ -404,11 +401,11 @@ class Tape:
         self._batch[digest(array)] = order
         return order
 
-    def _from_batch(self, array: NDArray[Any]) -> tuple[int, ...]:
+    def _from_batch(self, array: NDArray[Any] | Deferred) -> tuple[int, ...]:
         """Order of the field of the step's batch that a root's input is, if it is one."""
-        order = (
-            self._batch.get(digest(array)) if self._batch and array.dtype.kind in "iub" else None
-        )
+        if not self._batch or isinstance(array, Deferred) or array.dtype.kind not in "iub":
+            return ()
+        order = self._batch.get(digest(array))
         return () if order is None else (order,)
 
     def emit_settings(self, settings: Mapping[str, Any]) -> None:
