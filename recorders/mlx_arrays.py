@@ -30,11 +30,16 @@ def to_numpy(array: mx.array) -> NDArray[Any] | None:
         An array of the same shape, which may share memory with `array`; bfloat16 has its
         ml_dtypes type. None inside `mx.vmap` and while `mx.compile` traces: no values exist there.
     """
-    values: NDArray[Any]
     try:
         mx.eval(array)
     except ValueError:
         return None
+    return computed(array)
+
+
+def computed(array: mx.array) -> NDArray[Any]:
+    """The values of an array that is evaluated, as `to_numpy` has them."""
+    values: NDArray[Any]
     if array.dtype != mx.bfloat16:
         values = np.asarray(array)
         return values
@@ -48,12 +53,13 @@ def to_numpy(array: mx.array) -> NDArray[Any] | None:
     return values
 
 
-def evaluate(*arrays: Any) -> None:
-    """Computes arrays together, and so faster than when each is read; not those without values."""
+def evaluate(arrays: Sequence[mx.array]) -> bool:
+    """Computes arrays together, faster than one by one; whether all of them have values."""
     try:
-        mx.eval(*arrays)
+        mx.eval(arrays)
     except ValueError:
-        return
+        return False
+    return True
 
 
 def random_key() -> NDArray[np.uint32] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from numpy.typing import NDArray
 
-from tracediff.recorders.mlx_arrays import evaluate
+from tracediff.recorders.mlx_arrays import computed, evaluate
 from tracediff.recorders.mlx_state import State, replace_everywhere
 from tracediff.recording import Patches
 
@@ -41,8 +41,8 @@ class DeferralHooks:
         return vmap
 
     def _read(self, arrays: Sequence[mx.array]) -> list[NDArray[Any] | None]:
-        evaluate(arrays)
-        return [self._state.read(array) for array in arrays]
+        read = computed if evaluate(arrays) else self._state.read
+        return [read(array) for array in arrays]
 
 
 class Mapped:

@@ -103,8 +103,10 @@ class ModuleHooks:
             return self._repeat(call, self._repeated)
         if not state.open:
             return self._outermost(call)
-        parent = next(frame.path for _, frame in reversed(state.open) if frame)
-        path = state.roots.path_of(call.module) or state.roots.adopt(call.module, parent)
+        path = state.roots.path_of(call.module)
+        if path is None:
+            parent = next(frame.path for _, frame in reversed(state.open) if frame)
+            path = state.roots.adopt(call.module, parent)
         return self._record(call, path, call.inputs())
 
     def _outermost(self, call: Call) -> Any:
@@ -156,6 +158,8 @@ class ModuleHooks:
             state.settle()
         if not state.open:
             state.offer(frame.outs)
+        if state.gradient is None:
+            return output
         taps = {id(array): port for port, array in outputs.tensors if port in recorded}
         return self._tapped(frame, output, taps, ports)
 
@@ -228,7 +232,9 @@ class ModuleHooks:
         further: Mapping[str, Any] | None = None,
     ) -> dict[str, int]:
         orders = {}
-        attributes = dict(further or {}) | ({"skipped": ports.skipped} if ports.skipped else {})
+        attributes = dict(further or {})
+        if ports.skipped:
+            attributes["skipped"] = ports.skipped
         for port, array in ports.tensors:
             if (values := read(array)) is not None:
                 dims = hidden_dims(array, frame.op, self._batch)
@@ -246,8 +252,6 @@ class ModuleHooks:
         Args:
             ports: Identity of each array that has values -> its port.
         """
-        if self._state.gradient is None:
-            return output
         for _, array in inputs.tensors:
             ports.pop(id(array), None)
 
@@ -275,7 +279,7 @@ class ModuleHooks:
                 calls += 1
             return cotangent
 
-        identity = mx.custom_function(lambda array: array)
+        identity = mx.custom_function(_itself)
         identity.vjp(vjp)
         return identity
 
@@ -347,6 +351,8 @@ class ModuleHooks:
             self._state.open.pop()
         if frame is None:
             return output
+        if self._state.gradient is None:
+            return output
         outputs = output_ports(output).tensors
         # Without values (inside `mx.vmap`) there is nothing to record.
         taps = {id(array): port for port, array in outputs if to_numpy(array) is not None}
@@ -375,6 +381,10 @@ class Boundary:
     def returned(self, result: Any) -> None:
         if self._operations:
             self._operations.bind(result, self._results)
+
+
+def _itself(array: mx.array) -> mx.array:
+    return array
 
 
 def _offset(call: Call) -> dict[str, int]:

@@ -15,6 +15,7 @@ from tracediff.checkpoint import Checkpoints
 from tracediff.recorders.mlx_arrays import flatten, to_numpy
 from tracediff.recording import Tape, join_path, root_path
 
+_LEAVES: Final = (mx.array, Module)
 _SCALARS: Final = (bool, int, float, str, type(None))
 _APPROXIMATIONS: Final = {"none": "none", "precise": "tanh", "tanh": "tanh", "fast": "sigmoid"}
 """MLX's name for how a GELU is approximated -> that of all stacks."""
@@ -25,7 +26,10 @@ _ROPE_SETTINGS: Final = ("base", "scale", "traditional", "dims")
 def members(module: Module) -> Iterator[tuple[str, Any]]:
     """Arrays and modules that a module holds itself, by dotted name, in order of registration."""
     for key, value in list(module.items()):
-        yield from flatten(value, prefix=f".{key}")
+        if isinstance(value, _LEAVES):  # as nearly all are
+            yield key, value
+        elif not isinstance(value, _SCALARS):
+            yield from flatten(value, prefix=f".{key}")
 
 
 def parameters(module: Module) -> Iterator[tuple[str, mx.array]]:

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """One call of one module while it runs, and afterwards what its gradients flow from."""
+    """One call of one module while it runs, and afterwards what its gradients flow from.
+
+    Attributes:
+        made: Orders of the outputs of the calls inside it.
+    """
 
     path: str
     call: int
@@ -18,15 +22,13 @@ class Frame:
     ins: list[int] = field(default_factory=list)
     outs: list[int] = field(default_factory=list)
     grads: list[int] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
     children: list[Frame] = field(default_factory=list)
     step: int = 0
 
     def available(self) -> tuple[int, ...]:
         """Orders of what code in this call can have computed with so far."""
-        orders = list(self.ins)
-        for child in self.children:
-            orders += child.outs
-        return tuple(orders)
+        return (*self.ins, *self.made)
 
     def downstream(self) -> tuple[int, ...]:
         """Orders of what the gradient of this call's output can have been computed from."""

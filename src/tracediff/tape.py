@@ -208,6 +208,8 @@ class Tape:
             frame, frame.phase, port, array, inputs, dims, attributes, shard=shard
         )
         frame.outs.append(order)
+        if frame.parent is not None:
+            frame.parent.made.append(order)
         return order
 
     def give(self, frame: Frame, ports: Mapping[str, int]) -> None:
