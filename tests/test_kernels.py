@@ -334,6 +334,15 @@ def test_scalars_and_nothing(engine: str) -> None:
     assert measure(np.empty((0, 3)), np.empty((0, 3))).error.rel_l2 == 0.0
 
 
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 127, 128, 200, 4096, 200_003])
+def test_bytes_past_the_caches_are_the_same(engine: str, size: int) -> None:
+    data = np.random.default_rng(size).bytes(size + 3)
+    for start, to in itertools.product((0, 3), (0, 1, 48)):
+        out = bytearray(b"-" * (size + 64))
+        kernels.stream(memoryview(data)[start : start + size], memoryview(out)[to : to + size])
+        assert out == b"-" * to + data[start : start + size] + b"-" * (64 - to)
+
+
 @pytest.mark.parametrize("size", [*range(0, 200, 7), 4096, 100_003])
 def test_crc32_is_that_of_zlib(engine: str, size: int) -> None:
     data = np.random.default_rng(size).bytes(size + 3)

@@ -163,6 +163,11 @@ def pack(array: NDArray[Any], out: NDArray[Any]) -> None:
     _engine.pack(array, out)
 
 
+def stream(data: memoryview, out: memoryview) -> None:
+    """Copies bytes that nobody reads again soon, past the caches."""
+    _engine.stream(data, out)
+
+
 def crc32(data: bytes | memoryview) -> int:
     """CRC-32 of bytes, as `zlib.crc32`."""
     found: int = getattr(_engine, "crc32", zlib.crc32)(data)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 4:
+if _native.interface != 5:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _NAMES: Final = (
@@ -25,6 +25,7 @@ _CARRIERS: Final = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
 """A dtype with a buffer and a code for floats of each width; `largest_ulp` reads their bits."""
 _BITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
+stream: Final = _native.stream
 crc32: Final = _native.crc32 if _native.has_crc32 else zlib.crc32
 
 

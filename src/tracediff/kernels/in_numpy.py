@@ -236,6 +236,11 @@ def within(a: NDArray[Any], b: NDArray[Any], relative: float, absolute: float) -
     return True
 
 
+def stream(data: memoryview, out: memoryview) -> None:
+    """See `tracediff.kernels.stream`."""
+    out[:] = data
+
+
 def pack(array: NDArray[Any], out: NDArray[Any]) -> None:
     """See `tracediff.kernels.pack`."""
     np.copyto(out, array)

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from tracediff.kernels import stream
+
 PIECE: Final = 4 << 20
 """Bytes that are written at a time; larger pieces are no faster."""
 BLOCK: Final = max(4096, mmap.PAGESIZE)
@@ -73,7 +75,8 @@ class DirectWriter:
         """
         while data:
             taken = min(len(data), PIECE - self._filled)
-            self._piece[self._filled : self._filled + taken] = data[:taken]
+            free = memoryview(self._piece)[self._filled : self._filled + taken]
+            stream(data[:taken], free)
             self._filled += taken
             data = data[taken:]
             if self._filled == PIECE:

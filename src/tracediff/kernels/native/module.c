@@ -5,7 +5,7 @@
 #include "values.h"
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define INTERFACE 4 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 5 /* raised with every change that ../in_c.py has to know of */
 
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
@@ -215,6 +215,23 @@ static PyObject *py_crc32(PyObject *self, PyObject *data)
     return closed(&buffers, PyLong_FromUnsignedLong(found));
 }
 
+static PyObject *py_stream(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    size_t n = 0, size = 0;
+    (void)self;
+    if (!takes(2, count))
+        return NULL;
+    const char *from = opened(&buffers, args[0], PyBUF_SIMPLE, &n);
+    char *to = from ? opened(&buffers, args[1], PyBUF_WRITABLE, &size) : NULL;
+    if (!to)
+        return closed(&buffers, NULL);
+    if (size != n)
+        return sizes_differ(&buffers);
+    RUN(n, stream(from, n, to));
+    return closed(&buffers, Py_NewRef(Py_None));
+}
+
 static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Buffers buffers = {.count = 0};
@@ -246,6 +263,7 @@ static PyMethodDef functions[] = {
     FUNCTION(largest_ulp, METH_FASTCALL),
     FUNCTION(within, METH_FASTCALL),
     FUNCTION(pack, METH_FASTCALL),
+    FUNCTION(stream, METH_FASTCALL),
     FUNCTION(crc32, METH_O),
     {NULL, NULL, 0, NULL},
 };

@@ -185,6 +185,9 @@ typedef struct {
 /* Copies an array of elements of 1, 2, 4, 8 or 16 bytes to C order. */
 HIDDEN void pack(const char *from, int axes, const Axis *axis, size_t width, char *to);
 
+/* Copies n bytes past the caches. */
+HIDDEN void stream(const char *from, size_t n, char *to);
+
 /* CRC-32 as zlib computes it; only if `has_crc` says so. */
 HIDDEN int has_crc(void);
 HIDDEN uint32_t crc(uint32_t crc, const uint8_t *data, size_t n);
