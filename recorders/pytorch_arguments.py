@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from tracediff.operations import base_name, canonical_operation, takes_scalar_operands
+from tracediff.recorders.operation_events import Place
 from tracediff.recorders.pytorch_dataflow import Look, look_of
 
 _OVERWRITING: Final = frozenset(
@@ -59,6 +60,18 @@ class Argument(NamedTuple):
     written: bool
     listed: bool
     place: int
+
+
+class Part(NamedTuple):
+    """What is recorded as one operation.
+
+    Attributes:
+        arguments: Indices of its arguments.
+        place: None for another parameter of a list than those that are recorded.
+    """
+
+    arguments: Sequence[int]
+    place: Place | None
 
 
 Output = tuple[torch.Tensor, Look | None]
@@ -242,10 +255,10 @@ def shares(function: Function, arguments: Sequence[Argument]) -> list[Sequence[i
 def outputs_of(
     function: Function,
     arguments: Sequence[Argument],
-    parts: Sequence[Sequence[int]],
+    parts: Sequence[Part],
     outputs: Sequence[Output],
 ) -> list[Sequence[Output]]:
-    """The outputs of each of the `shares`: what it writes to, or else what it returns.
+    """The outputs of each part: what it writes to, or else what it returns.
 
     Args:
         outputs: Those of the operation.
@@ -256,7 +269,7 @@ def outputs_of(
     if not written:
         return [outputs[index : index + 1] for index in range(len(parts))]
     output_at = dict(zip(written, outputs, strict=True))
-    return [[output_at[i] for i in part if i in output_at] for part in parts]
+    return [[output_at[i] for i in part.arguments if i in output_at] for part in parts]
 
 
 def flat(value: Any) -> list[torch.Tensor]:

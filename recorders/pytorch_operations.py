@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint
@@ -27,6 +27,7 @@ from tracediff.recorders.pytorch_arguments import (
     Call,
     Function,
     Output,
+    Part,
     flat,
     function_of,
     given,
@@ -53,18 +54,6 @@ Made = tuple[str, bytes, torch.dtype, tuple[int, ...]]
 
 
 Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-
-
-class Part(NamedTuple):
-    """What is recorded as one operation.
-
-    Attributes:
-        arguments: Indices of its arguments.
-        place: None for another parameter of a list than those that are recorded.
-    """
-
-    arguments: Sequence[int]
-    place: Place | None
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,10 +148,12 @@ class OperationHooks:
         place = self._backward_place() if in_backward() else self._forward_place()
         if place is None:
             return None
-        paths = {place.path}
-        if place.phase == "optimizer" and tape.policy.only is not None:
-            paths = self._owners_of(map(look_of, flat(args))) or {ROOT}
-        if not any(self._records(path) for path in paths):
+        if place.phase != "optimizer" or tape.policy.only is None:
+            recorded = self._records(place.path)
+        else:
+            owners = self._owners_of(map(look_of, flat(args)))
+            recorded = any(map(self._records, owners or {ROOT}))
+        if not recorded:
             return None
         if not place.source:
             place.source, place.user_line = issuing_lines(_TORCH)
@@ -234,7 +225,7 @@ class OperationHooks:
                 return result  # nothing is new: `detach` returns what it was given
             if any(self._flow.is_blank(look) for _, look in outputs):
                 return result  # a view of memory that nothing was written to
-        shared = outputs_of(call.function, arguments, [part.arguments for part in parts], outputs)
+        shared = outputs_of(call.function, arguments, parts, outputs)
         for part, own in zip(parts, shared, strict=True):
             if part.place is None:
                 continue
@@ -245,7 +236,7 @@ class OperationHooks:
                 if base is not None:
                     attributes["inplace"] = base
             else:
-                base = self._viewed([arguments[i] for i in part.arguments], own)
+                base = self._viewed(map(arguments.__getitem__, part.arguments), own)
                 if base is not None:
                     attributes["view_of"] = base
             operation = Operation(
@@ -258,7 +249,7 @@ class OperationHooks:
         found = []
         for share in shares(function, arguments):
             where = place
-            if place.phase == "optimizer":
+            if place.phase == "optimizer":  # each parameter of a list is an operation of its own
                 where = self._of_parameter(place, [arguments[i] for i in share])
             found.append(Part(share, where if self._records(where.path) else None))
         return found
@@ -266,36 +257,35 @@ class OperationHooks:
     def _of_parameter(self, place: Place, arguments: Sequence[Argument]) -> Place:
         """The same place, at the path of the parameter that it is an update of."""
         owners = self._owners_of([argument.look for argument in arguments])
-        return replace(place, path=owners.pop() if len(owners) == 1 else ROOT)
+        path = owners.pop() if len(owners) == 1 else ROOT
+        return Place(place.phase, path, place.source, place.user_line)
 
     def _inputs(
         self, arguments: Sequence[Argument], parts: Sequence[Part], place: Place
     ) -> list[int | None]:
         """Orders of the events with the values of the arguments that are read."""
-        wanted = {i for part in parts if part.place is not None for i in part.arguments}
-        return [
-            self._order(argument, place) if argument.read and i in wanted else None
-            for i, argument in enumerate(arguments)
-        ]
+        orders: list[int | None] = [None] * len(arguments)
+        wanted = [part.arguments for part in parts if part.place is not None]
+        for i in wanted[0] if len(wanted) == 1 else sorted({i for part in wanted for i in part}):
+            if arguments[i].read:
+                orders[i] = self._order(arguments[i], place)
+        return orders
 
     def _base(self, look: Look | None) -> int | None:
         """Order of the event that a tensor's value comes from before it is written to."""
+        order = self._flow.current(look)
+        if order is not None:
+            return order
         held = self._flow.held(look)
-        return (
-            None
-            if held is None
-            else held.order
-            if held.current
-            else max(held.sources, default=None)
-        )
+        return None if held is None else max(held.sources, default=None)
 
     def _record(
         self, operation: Operation, outputs: Sequence[Output], written: bool, node: range
     ) -> None:
         arrays = [to_numpy(tensor) for tensor, _ in outputs]
-        if any(array is None for array in arrays):
-            self._state.tape.note("operations on tensors without plain values were left out")
         orders = self._events.outputs(operation, arrays)
+        if None in orders:
+            self._state.tape.note("operations on tensors without plain values were left out")
         for (tensor, look), order in zip(outputs, orders, strict=True):
             if order is None:
                 continue
@@ -390,12 +380,14 @@ class OperationHooks:
                 attributes["forward_order"] = order
         return attributes
 
-    def _viewed(self, arguments: Sequence[Argument], outputs: Sequence[Output]) -> int | None:
+    def _viewed(self, arguments: Iterable[Argument], outputs: Sequence[Output]) -> int | None:
         """Order of the event of the argument whose memory the outputs look at, if they do."""
         viewed = outputs[0][1] if outputs else None
-        for look in [argument.look for argument in arguments]:
-            if look is not None and viewed is not None and look[0] == viewed[0]:
-                return self._base(look)
+        if viewed is not None:
+            for argument in arguments:
+                look = argument.look
+                if look is not None and look[0] == viewed[0]:
+                    return self._base(look)
         return None
 
 
