@@ -23,7 +23,7 @@ from tracediff.recorders.mlx_arrays import (
     output_ports,
     to_numpy,
 )
-from tracediff.recorders.mlx_roots import named_modules
+from tracediff.recorders.mlx_roots import walk
 from tracediff.recorders.mlx_state import ClassHooks, State, replace_everywhere
 from tracediff.recording import Frame, Patches
 
@@ -116,11 +116,12 @@ class ModuleHooks:
         is_first_root = gradient is None or not gradient.root_calls
         if is_next_step and is_first_root and roots.would_be_root(call.module):
             tape.advance()
-        path = roots.admit(call.module)
+        modules = walk(call.module)
+        path = roots.admit(call.module, modules)
         if path is None:
             return call.run()
-        for _, module in named_modules(call.module):
-            self._classes.ensure(type(module))  # the script may have replaced a `__call__`
+        for cls in dict.fromkeys(type(module) for _, module, _ in modules):
+            self._classes.ensure(cls)  # the script may have replaced a `__call__`
         ports = call.inputs()
         self._state.thread = threading.get_ident()
         self._batch = batch_shape(ports) or self._batch

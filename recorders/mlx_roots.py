@@ -41,22 +41,30 @@ def parameters(module: Module) -> Iterator[tuple[str, mx.array]]:
             yield key, value
 
 
-def named_modules(module: Module) -> list[tuple[str, Module]]:
+Walk = list[tuple[str, Module, list[tuple[str, mx.array]]]]
+"""Modules by name, each with the arrays that it holds itself."""
+
+
+def walk(module: Module) -> Walk:
     """All modules, parents first and in order of registration.
 
     A module with several names is listed under each, its children only under the first.
     """
-    found: list[tuple[str, Module]] = []
-    seen: set[int] = set()
+    found: Walk = []
+    seen: dict[int, list[tuple[str, mx.array]]] = {}
 
     def visit(name: str, current: Module) -> None:
-        found.append((name, current))
-        if id(current) in seen:
+        arrays = seen.get(id(current))
+        if arrays is not None:
+            found.append((name, current, arrays))
             return
-        seen.add(id(current))
+        arrays = seen[id(current)] = []
+        found.append((name, current, arrays))
         for key, child in members(current):
             if isinstance(child, Module):
                 visit(f"{name}.{key}" if name else key, child)
+            else:
+                arrays.append((key, child))
 
     visit("", module)
     return found
@@ -95,7 +103,7 @@ class Roots:
         return [
             (root, named.path.removeprefix(f"{root_path(index)}." if index else ""), named)
             for index, root in alive
-            for named in self._named_arrays(index, named_modules(root))
+            for named in self._named_arrays(index, walk(root))
         ]
 
     @property
@@ -122,11 +130,14 @@ class Roots:
             return self.is_root(module)
         return next(parameters(module), None) is not None
 
-    def admit(self, module: Module) -> str | None:
+    def admit(self, module: Module, modules: Walk) -> str | None:
         """Path of a module called from outside any other, which becomes a root if it is new.
 
         A new module that contains a known root takes its place and its index: a model is often
         called bare once before it is wrapped.
+
+        Args:
+            modules: The module, and those in it.
 
         Returns:
             None where the module has no parameters and is part of no root, as an activation.
@@ -135,7 +146,8 @@ class Roots:
             return self.path_of(module)
         if not self.is_root(module):
             self._roots[self._index_for(module)] = weakref.ref(module)
-        self._load(next(i for i, root in enumerate(self._roots) if root() is module), module)
+        index = next(i for i, root in enumerate(self._roots) if root() is module)
+        self._load(index, module, modules)
         return self.path_of(module)
 
     def adopt(self, module: Module, parent: str) -> str:
@@ -165,10 +177,9 @@ class Roots:
         Inside of it, those to be trained are replaced by tracers, one for each name: that two
         names share an array can no longer be seen.
         """
-        for _, module in named_modules(model):
-            for key, value in members(module):
-                if isinstance(value, mx.array):
-                    self._before[id(module), key] = value
+        for _, module, arrays in walk(model):
+            for key, array in arrays:
+                self._before[id(module), key] = array
 
     def forget_remembered(self) -> None:
         self._before.clear()
@@ -177,25 +188,24 @@ class Roots:
         self._paths[id(module)] = (weakref.ref(module), path)
 
     def _index_for(self, module: Module) -> int:
-        inside = {id(child) for _, child in named_modules(module)}
+        inside = {id(child) for _, child, _ in walk(module)}
         for index, reference in enumerate(self._roots):
             if (root := reference()) is not None and id(root) in inside:
-                for _, child in named_modules(root):
+                for _, child, _ in walk(root):
                     self._paths.pop(id(child), None)
                 return index
         self._roots.append(weakref.ref(module))
         return len(self._roots) - 1
 
-    def _load(self, index: int, root: Module) -> None:
+    def _load(self, index: int, root: Module, modules: Walk) -> None:
         """Names what is new in a root and records it as loaded: all of it, at the first call."""
-        modules = named_modules(root)
         for named in self._named_arrays(index, modules):
             if named.path not in self._loaded and (array := to_numpy(named.array)) is not None:
                 self._loaded.add(named.path)
                 self._emit(named, array)
         self._checkpoints.emit()
         settings: dict[str, Any] = {}
-        for name, module in modules:
+        for name, module, _ in modules:
             if self.path_of(module) is None:
                 path = join_path(index, name)
                 self._name(module, path)
@@ -208,13 +218,11 @@ class Roots:
         extra = {"trainable": named.trainable, "aliases": named.aliases}
         self._tape.emit("loading", named.path, named.port, array, attributes=extra)
 
-    def _named_arrays(self, index: int, modules: list[tuple[str, Module]]) -> list[Named]:
+    def _named_arrays(self, index: int, modules: Walk) -> list[Named]:
         """Every parameter and buffer once, in the order of `modules`."""
         found: dict[int, Named] = {}
-        for name, module in modules:
-            for key, value in members(module):
-                if not isinstance(value, mx.array):
-                    continue
+        for name, module, arrays in modules:
+            for key, value in arrays:
                 array = self._before.get((id(module), key), value)
                 path = join_path(index, f"{name}.{key}" if name else key)
                 private, frozen = key.startswith("_"), key.split(".")[0] in module._no_grad
