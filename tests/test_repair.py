@@ -92,18 +92,18 @@ def test_a_cut_segment_gives_the_values_before_the_cut(
 def test_a_step_that_was_never_committed_is_salvaged(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "t.zarr", Run(stack="mlx"))
     orders = count()
-    for i in range(3):
-        site = f"0/forward/layers.{i}.x/y#1:grad_out"
-        writer.add(build_event(site, value(0, i), next(orders)), value(0, i))
+    values = {
+        f"0/forward/layers.{i}.x/y#1:grad_out": np.arange(10_000.0) + i for i in range(3)
+    }  # smaller ones wait for others before they are written
+    for site, array in values.items():
+        writer.add(build_event(site, array, next(orders)), array)
     shutil.copytree(tmp_path / "t.zarr", killed := tmp_path / "killed.zarr")  # as a kill leaves it
     writer.finish()
     assert verify(killed).unfinished == ["segments/0/.00000000.zip.tmp"]
     result = repair(killed, new := tmp_path / "new.zarr")
     assert result.whole, "no committed step was lost"
     assert result.salvaged == {"segments/0/.00000000.zip.tmp": 3}
-    assert contents(new) == {
-        f"0/forward/layers.{i}.x/y#1:grad_out": value(0, i).tolist() for i in range(3)
-    }
+    assert contents(new) == {site: array.tolist() for site, array in values.items()}
     with Trace(new) as trace:
         assert trace.run.status == "failed"
         assert trace.run.stack == "mlx"

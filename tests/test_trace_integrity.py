@@ -466,7 +466,8 @@ def test_offsets_beyond_four_gigabytes_use_zip64(tmp_path: Path) -> None:
     file = tmp_path / "wide.zip"
     writer = ArchiveWriter(file)
     writer.add("near", b"first")
-    writer.size = os.lseek(writer._fd, 5 << 30, os.SEEK_SET)
+    writer._flush()
+    writer.size = writer._written = os.lseek(writer._fd, 5 << 30, os.SEEK_SET)
     writer.add("far", b"second" * 100)
     writer.close()
     found = Archive(file)

@@ -44,9 +44,10 @@ _MODE: Final = 0o100644 << 16
 LONG: Final = 1 << 20
 """Bytes of a file that is read again soon, or hardly worth a second way of writing."""
 
+_SMALL: Final = 1 << 14
+"""Bytes of a part that waits for others: to copy it costs less than a write of its own."""
+_MOST_HELD: Final = 1 << 16
 _ZEROS: Final = bytes(ALIGNMENT)
-_MOST_PARTS: Final = 1024
-"""Of one write: the least limit (IOV_MAX) that systems have."""
 
 Bytes = bytes | memoryview
 
@@ -60,6 +61,9 @@ class ArchiveWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
+        self._held: list[bytes] = []
+        self._held_size = 0
+        self._written = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._directory: dict[str, Entry] = {}
         self._direct: DirectWriter | None = None
@@ -90,6 +94,7 @@ class ArchiveWriter:
     def close(self) -> None:
         """Writes the central directory, sorted by name, and waits until all is on the disk."""
         self._write(_directory(self._directory, self.size))
+        self._flush()
         if self._direct is not None:
             rest = self._direct.close()
             os.lseek(self._fd, self.size - len(rest), os.SEEK_SET)
@@ -105,21 +110,36 @@ class ArchiveWriter:
         self.path.unlink(missing_ok=True)
 
     def _write(self, *parts: Bytes) -> None:
-        """Appends all parts."""
-        total = sum(map(len, parts))
-        if self._direct is None and self.size + total <= LONG:
+        """Appends all parts; small ones wait for more."""
+        for part in parts:
+            size = len(part)
+            self.size += size
+            if size <= _SMALL:
+                self._held.append(bytes(part))
+                self._held_size += size
+            else:
+                self._flush(part)
+        if self._held_size > _MOST_HELD:
+            self._flush()
+
+    def _flush(self, *more: Bytes) -> None:
+        """Writes what waits, and what comes after it."""
+        parts = (b"".join(self._held), *more)
+        written = self._written
+        self._held, self._held_size = [], 0
+        self._written += sum(map(len, parts))
+        if self._direct is None and self._written <= LONG:
             self._put(*parts)
         else:
-            self._write_long(parts)
-        self.size += total
+            self._write_long(written, parts)
 
-    def _write_long(self, parts: Sequence[Bytes]) -> None:
+    def _write_long(self, written: int, parts: Sequence[Bytes]) -> None:
         """Appends to a file that is long, or becomes so: then up to a whole block as before."""
         left = 0
         if self._direct is None:
-            start = -(-self.size // BLOCK) * BLOCK
+            start = -(-written // BLOCK) * BLOCK
             self._direct = DirectWriter(self.path, start)
-            left = start - self.size
+            left = start - written
         for data in parts:
             part = memoryview(data)
             if left:
@@ -130,8 +150,6 @@ class ArchiveWriter:
     def _put(self, *parts: Bytes) -> None:
         """Writes all parts, however many bytes the system takes at a time."""
         total = sum(map(len, parts))
-        if len(parts) > _MOST_PARTS:
-            parts = (b"".join(parts),)
         written = os.writev(self._fd, parts)
         if written < total:
             rest = memoryview(b"".join(parts))[written:]
