@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, TypedDict, Unpack
 
+from tracediff.collector import paced
 from tracediff.errors import ScriptError, TracediffError, UsageError
 from tracediff.events import Run
 from tracediff.launched import await_rank_zero, launched_rank
@@ -138,7 +139,8 @@ def record(
     if snapshot_every is not None:
         attach_snapshots(tape, attachable, snapshot_every, keep_snapshots)
     try:
-        with attached(attachable), _recorded_warnings(tape):
+        with paced() as adapt, attached(attachable), _recorded_warnings(tape):
+            tape.on_step_end.append(lambda: adapt(tape.recorded))
             yield tape
     except RerunEnded:
         writer.finish("finished")

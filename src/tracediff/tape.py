@@ -128,6 +128,11 @@ class Tape:
         """The innermost call that is running."""
         return self._stack[-1] if self._stack else None
 
+    @property
+    def recorded(self) -> int:
+        """How many events the step has so far."""
+        return self._order
+
     def next_call(self, phase: str, path: str) -> int:
         """Counts calls of a path within a phase and step, from 0."""
         call = self._calls[phase, path]
