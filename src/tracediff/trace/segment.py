@@ -6,6 +6,7 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ class HierarchyReader:
     def _info(self, path: str) -> ArrayInfo:
         if path not in self._infos:
             try:
-                self._infos[path] = parse_array(self._document(f"{path}/{MANIFEST}"))
+                self._infos[path] = _parsed(self.archive.read(f"{path}/{MANIFEST}"))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
         return self._infos[path]
@@ -146,17 +147,14 @@ class SegmentReader(HierarchyReader):
         self._sound: dict[_Identity, NDArray[Any] | None] = {}
         self._samples: SampleTable | None = None
         with self.reading():
-            self._count = self._check_root()
+            root = self._root()
+            self._count: int = root["events"]
+            self._has_sketches = root.get("sketches") == SKETCHES
 
     def events(self) -> list[Event]:
         """All events of the columns, by order."""
         with self.reading():
-            has_sketches = self.attributes().get("sketches") == SKETCHES
-            names = [
-                name
-                for name in columns.COLUMNS
-                if self._has(name) and (has_sketches or name not in columns.SKETCHES)
-            ]
+            names = [name for name in columns.COLUMNS if self._has(name)]
             return columns.decode({name: self._column(name) for name in names}, self.step)
 
     def samples(self) -> SampleRows:
@@ -204,7 +202,8 @@ class SegmentReader(HierarchyReader):
                 )
             return self._payload(path, info)
 
-    def _check_root(self) -> int:
+    def _root(self) -> Mapping[str, Any]:
+        """Attributes of a segment of this step."""
         found = self.attributes()
         if type(found.get("events")) is not int:
             raise ValueError("it is no segment of a trace")
@@ -213,7 +212,7 @@ class SegmentReader(HierarchyReader):
                 f"it holds step {found.get('step')} in format {found.get('format')}, expected "
                 f"step {self.step} in format {FORMAT}"
             )
-        return int(found["events"])
+        return found
 
     def _table(self) -> SampleTable | None:
         """The table of samples, its columns read and checked when it is first asked for."""
@@ -254,7 +253,9 @@ class SegmentReader(HierarchyReader):
         return info
 
     def _has(self, column: str) -> bool:
-        """Whether a column is to be read: it is there, or it has to be."""
+        """Whether a column is to be read: it is there, or it has to be, and it means something."""
+        if column in columns.SKETCHES and not self._has_sketches:
+            return False
         return column not in columns.OPTIONAL or (
             f"events/{column}/{MANIFEST}" in self.archive.entries
         )
@@ -277,6 +278,12 @@ class SegmentReader(HierarchyReader):
         keys = (f"{path}/{key}" for key in self._chunks(info))
         self.column_bytes += sum(self.archive.entries[key].size for key in keys)
         return array
+
+
+@lru_cache(maxsize=1 << 10)
+def _parsed(document: bytes) -> ArrayInfo:
+    """An array's metadata: few different ones in a trace, and most of what it takes to read one."""
+    return parse_array(load_json(document))
 
 
 class _Reading:
