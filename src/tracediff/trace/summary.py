@@ -32,7 +32,7 @@ QUANTILE_LIMIT: Final = 1 << 14
 the more elements two tensors of one distribution have, the more alike their quantiles are."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
-"""Types of which a list is JSON as it stands."""
+"""Types whose values are JSON as they stand, but for integers that are too large."""
 _WIDEST: Final = 1023
 """Bits of an integer that every reader takes: `documents.LARGEST_DIGITS` in binary."""
 
@@ -53,22 +53,33 @@ def plain(value: Any) -> Any:
     Mappings get string keys, tuples and sets become lists, NumPy scalars and arrays their Python
     values, and anything else its `str`. An integer beyond float64 is a text of hexadecimal digits.
     """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value if _is_narrow(value) else hex(value)
+    if kind is dict:
+        return {key if type(key) is str else str(key): plain(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        types = set(map(type, value))
+        if types <= _ATOMS and (int not in types or all(map(_is_narrow, value))):
+            return list(value)
+        return [plain(item) for item in value]
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """As `plain`, of what is of none of the classes that nearly all values are of."""
     if isinstance(value, int) and value.bit_length() > _WIDEST:
         return hex(value)
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str):
         # Subclasses (enumerations, NumPy's float64) print in their own ways.
         for base in (bool, int, float, str):
             if isinstance(value, base):
                 return base(value) if base is not str else str.__str__(value)
-        return None
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
-        types = set(map(type, value))
-        if types <= _ATOMS and (int not in types or all(map(_is_narrow, value))):
-            return list(value)
         return [plain(item) for item in value]
     if isinstance(value, np.generic | np.ndarray):
         return plain(value.tolist()) if value.dtype.kind in "biufSU" else str(value)

@@ -34,6 +34,9 @@ INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t column
                 char *target = to + r * to_row + c * width;
                 size_t down = rows - r < side ? rows - r : side;
                 size_t across = columns - c < side ? columns - c : side;
+                /* The lines after the next of all columns: too many for the processor to foresee. */
+                for (size_t j = 0; row == (ptrdiff_t)width && j < across; j++)
+                    __builtin_prefetch(source + (ptrdiff_t)j * column + 2 * LINE);
                 if (down == side && across == side) /* of which the compiler knows the size */
                     one_tile(source, row, column, width, target, to_row, side, side);
                 else
