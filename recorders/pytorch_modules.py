@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,24 +53,24 @@ class Call:
 class Opened:
     """A call that is open for the duration of a `with` block."""
 
-    __slots__ = ("_frame", "_is_new", "_state")
+    __slots__ = ("_is_new", "_state", "frame")
 
     def __init__(self, state: State, frame: Any, is_new: bool) -> None:
-        self._state, self._frame, self._is_new = state, frame, is_new
+        self._state, self.frame, self._is_new = state, frame, is_new
 
     def __enter__(self) -> tuple[Any, bool]:
-        self._state.open.append(self._frame)
-        for segment in self._state.segments if self._frame else ():
-            segment.append(self._frame)
-        return self._frame, self._is_new
+        self._state.open.append(self.frame)
+        for segment in self._state.segments if self.frame else ():
+            segment.append(self.frame)
+        return self.frame, self._is_new
 
     def __exit__(self, *error: object) -> None:
         state = self._state
         state.open.pop()
         if self._is_new:
-            state.tape.exit(self._frame)
+            state.tape.exit(self.frame)
             if not state.open:
-                state.offer(self._frame.outs)
+                state.offer(self.frame.outs)
 
 
 class ModuleHooks:
@@ -84,6 +84,7 @@ class ModuleHooks:
         skip: Where it is set, makes the outermost calls of steps that a rerun skips.
         replace: Where it is set, given each recorded call with the orders of its inputs by port
             (none for a call that a checkpoint repeats), returns the call to make instead.
+        running: Modules whose calls are being made, innermost last.
     """
 
     def __init__(self, state: State, patches: Patches) -> None:
@@ -96,6 +97,7 @@ class ModuleHooks:
         self.on_call: list[Callable[[nn.Module], None]] = []
         self.skip: Callable[[Call, str, Ports, bool], Any] | None = None
         self.replace: Callable[[Frame, Call, Mapping[str, int]], Call] | None = None
+        self.running: list[nn.Module] = []
 
     def install(self) -> None:
         checkpoint = torch.utils.checkpoint.CheckpointFunction
@@ -141,7 +143,7 @@ class ModuleHooks:
         if path is None:
             parent = next((frame.path for frame in reversed(state.open) if frame), "")
             path = state.roots.adopt(call.module, parent)
-        return self._record(call, path, call.inputs())
+        return self.record(call, path)
 
     def _outermost(self, call: Call) -> Any:
         state, tape, roots = self._state, self._state.tape, self._state.roots
@@ -168,24 +170,36 @@ class ModuleHooks:
             tape.root_calls += 1
         return self._record(call, path, ports)
 
-    def _record(self, call: Call, path: str, ports: Ports) -> Any:
+    def record(self, call: Call, path: str, settings: Mapping[str, Any] | None = None) -> Any:
+        """Makes a call inside of another, and records it.
+
+        Args:
+            settings: What its events are to say of it; a module's are on record already.
+        """
+        return self._record(call, path, call.inputs(), settings)
+
+    def _record(
+        self, call: Call, path: str, ports: Ports, settings: Mapping[str, Any] | None = None
+    ) -> Any:
         for callback in self.on_call:
             callback(call.module)
         state, tape = self._state, self._state.tape
         with self.frame(path, type(call.module).__name__) as (frame, is_new):
-            orders = self._emit(tape.emit_in, frame, ports) if is_new else {}
+            orders = self._emit(tape.emit_in, frame, ports, settings) if is_new else {}
             if self.replace is not None and frame is not None:
                 call = self.replace(frame, call, orders)
                 ports = call.inputs()
             given = {id(tensor): tensor._version for _, tensor in ports.tensors}
             state.given.append(ports)
+            self.running.append(call.module)
             try:
                 output = call.run()
             finally:
+                self.running.pop()
                 state.given.pop()
             ports = output_ports(output)
             if is_new:
-                self._emit(tape.emit_out, frame, ports)
+                self._emit(tape.emit_out, frame, ports, settings)
             for port, tensor in ports.tensors if frame else ():
                 # A tensor handed through (nn.Identity) has the gradient of all its users, which
                 # is not that of this output; one changed in place is the module's own.
@@ -238,9 +252,15 @@ class ModuleHooks:
             if is_integer(tensor) and (array := to_numpy(tensor)) is not None:
                 self._state.tape.emit_batch(name, array, call)
 
-    def _emit(self, emit: Callable[..., int], frame: Frame, ports: Ports) -> dict[str, int]:
+    def _emit(
+        self,
+        emit: Callable[..., int],
+        frame: Frame,
+        ports: Ports,
+        settings: Mapping[str, Any] | None = None,
+    ) -> dict[str, int]:
         orders = {}
-        attributes = {"skipped": ports.skipped} if ports.skipped else None
+        attributes = {"skipped": ports.skipped} if ports.skipped else settings
         for port, tensor in ports.tensors:
             array, shard = read_part(tensor)
             if array is None:
@@ -307,25 +327,44 @@ class ModuleHooks:
     def _segment(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointed function that remembers its calls, for when they are repeated."""
         frames: list[Frame] = []
+        caller = self._state.open[-1:]
         first = True
 
         def run(*args: Any) -> Any:
             nonlocal first
-            outer, is_first, first = self._repeated, first, False
-            if is_first:
-                self._state.segments.append(frames)
-            else:
-                self._repeated = iter(frames)
-            try:
-                with nullcontext() if is_first else self._state.repeated():
-                    return function(*args)
-            finally:
-                if is_first:
-                    self._state.segments.pop()
-                else:
-                    self._repeated = outer
+            is_first, first = first, False
+            with self._first(frames) if is_first else self.repeating(frames, caller):
+                return function(*args)
 
         return run
+
+    @contextmanager
+    def _first(self, frames: list[Frame]) -> Iterator[None]:
+        """A block whose calls are collected in a list."""
+        self._state.segments.append(frames)
+        try:
+            yield
+        finally:
+            self._state.segments.pop()
+
+    @contextmanager
+    def repeating(self, frames: Iterable[Frame], caller: Sequence[Frame | None]) -> Iterator[None]:
+        """A block in which a checkpoint makes calls again.
+
+        Args:
+            frames: The calls, in order, as they were made the first time.
+            caller: The call that they were made in: code of its own may be among what is repeated.
+        """
+        state, outer = self._state, self._repeated
+        self._repeated = iter(frames)
+        state.open.extend(caller)
+        try:
+            with state.repeated():
+                yield
+        finally:
+            self._repeated = outer
+            if caller:
+                state.open.pop()
 
 
 def _hook(tensor: torch.Tensor, record: Callable[[torch.Tensor], None]) -> Any:

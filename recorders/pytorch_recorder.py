@@ -16,6 +16,7 @@ from tracediff.draws import Position, position
 from tracediff.recorders import rendering_hooks
 from tracediff.recorders.checkpoints import watch_safetensors
 from tracediff.recorders.pytorch_data import DataLoaderHooks
+from tracediff.recorders.pytorch_dropout import DropoutHooks
 from tracediff.recorders.pytorch_loading import LoadingHooks
 from tracediff.recorders.pytorch_loss import LossHooks
 from tracediff.recorders.pytorch_modules import COMPILED_NOTE, ModuleHooks
@@ -49,6 +50,7 @@ class Recorder(BaseRecorder):
         self.modules = modules = ModuleHooks(state, patches)
         modules.install()
         RopeHooks(state, patches, modules).install()
+        DropoutHooks(state, patches, modules).install()
         LossHooks(state, patches).install()
         OptimizerHooks(state, patches).install()
         if self.tape.policy.operations:

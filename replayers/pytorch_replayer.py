@@ -15,6 +15,7 @@ from tracediff.recorders.pytorch_modules import Call
 from tracediff.recorders.pytorch_recorder import Recorder
 from tracediff.recorders.pytorch_tensors import map_tensors
 from tracediff.recording import Frame, Given, Tape
+from tracediff.replayers.pytorch_checkpoints import RepeatHooks
 from tracediff.replayers.pytorch_stages import StageSubstituter
 
 __all__ = ["StageSubstituter", "Substituter"]
@@ -33,6 +34,7 @@ class Substituter(Recorder):
     def attach(self) -> None:
         super().attach()
         self.modules.replace = self._replace
+        RepeatHooks(self._state, self.patches, self.modules).install()
 
     def _replace(self, frame: Frame, call: Call, orders: Mapping[str, int]) -> Call:
         new: dict[int, torch.Tensor] = {}

@@ -18,6 +18,7 @@ from tracediff.recorders.pytorch_modules import Call
 from tracediff.recorders.pytorch_recorder import Recorder
 from tracediff.recorders.pytorch_tensors import from_numpy, is_integer, map_tensors, out_of_sight
 from tracediff.recording import Frame, Given, Tape
+from tracediff.replayers.pytorch_checkpoints import RepeatHooks
 
 _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -38,12 +39,14 @@ class StageSubstituter(Recorder):
         self.patches.replace(nn.Module, "__call__", self._wrap_call)
         self.patches.replace(F, "cross_entropy", self._wrap_loss)
         self.modules.replace = self._with_mask
+        RepeatHooks(self._state, self.patches, self.modules).install()
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             state = self._state
-            if not state.open and not self.modules.unrecorded() and self._is_root(module):
+            outermost = not state.open and not state.repeating
+            if outermost and not self.modules.unrecorded() and self._is_root(module):
                 self._load(module)
                 if not state.evaluating:
                     args, kwargs = self._with_batch(Call(module, args, kwargs, original))
@@ -89,7 +92,7 @@ class StageSubstituter(Recorder):
     def _with_mask(self, frame: Frame, call: Call, orders: Mapping[str, int]) -> Call:
         """A dropout with the given mask. It draws all the same: the generators go on as they do."""
         module = call.module
-        if not isinstance(module, _DROPOUTS) or not module.training:
+        if not isinstance(module, _DROPOUTS) or not module.training or module.p == 1:
             return call
         kept = self._given(Site(frame.step, "forward", frame.path, frame.call, "mask"))
         if kept is None:

@@ -7,7 +7,7 @@ script runs on, and what still differs from the baseline comes from the stages t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ class StageValues:
 
     Attributes:
         stages: Those that are wanted.
-        used: How many values of each stage were asked for and given.
+        used: Sites of each stage that were asked for and given a value.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StageValues:
             UsageError: A stage cannot be substituted, or the baseline holds nothing of it.
         """
         self.stages = tuple(stages)
-        self.used: Counter[str] = Counter()
+        self.used: defaultdict[str, set[Site]] = defaultdict(set)
         self._baseline = baseline
         self._pairs: dict[Site, Pair] = {}
         self._given: dict[Site, Event] = {}
@@ -78,7 +78,8 @@ class StageValues:
             raise UsageError(
                 f"{baseline.path} holds nothing of {', '.join(lacking)} for {target.path}: record "
                 "it at --level module; generators of two stacks have only Python's and NumPy's in "
-                "common, and masks are those of dropout modules"
+                "common, and masks are those of dropout modules and functions, not of dropout "
+                "inside a kernel"
             )
 
     def _has_values(self, pair: Pair) -> bool:
@@ -93,7 +94,7 @@ class StageValues:
         pair = self._pairs.get(site)
         if pair is None:
             return None
-        self.used[_stage_of(pair)] += 1
+        self.used[_stage_of(pair)].add(site)
         array = self._baseline.array(pair.baseline)
         return np.ascontiguousarray(array.T) if pair.layout == "transposed" else array
 
@@ -102,7 +103,7 @@ class StageValues:
         pair = self._pairs.get(site)
         if pair is None:
             return None
-        self.used["masks"] += 1
+        self.used["masks"].add(site)
         given = self._given[replace(pair.baseline.site, port="in")]
         kept, lost = self._baseline.array(pair.baseline) != 0, self._baseline.array(given) == 0
         return np.asarray(kept | lost)
@@ -123,7 +124,7 @@ class StageValues:
             "rng": "generators",
             "masks": "masks",
         }
-        return ", ".join(f"{self.used[stage]} {what[stage]}" for stage in self.stages)
+        return ", ".join(f"{len(self.used[stage])} {what[stage]}" for stage in self.stages)
 
 
 def _stage_of(pair: Pair) -> str:
