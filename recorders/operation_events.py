@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -105,9 +106,16 @@ class OperationEvents:
         return self._emit(place, LEAF, LEAF, "out", array, (), attributes, call)
 
     def outputs(
-        self, operation: Operation, arrays: Sequence[NDArray[Any] | None]
+        self,
+        operation: Operation,
+        arrays: Sequence[NDArray[Any] | None],
+        twins: Sequence[int | None] = (),
     ) -> list[int | None]:
-        """Records what an operation returned; None stands for an output without a value."""
+        """Records what an operation returned; None stands for an output without a value.
+
+        Args:
+            twins: For each output, the event that it has its value from unchanged, see `Tape.emit`.
+        """
         canonical = operation.canonical or canonical_operation(self._stack, operation.name)
         attributes = {"level": "op", "canonical": canonical, **operation.attributes}
         if operation.args:
@@ -130,8 +138,9 @@ class OperationEvents:
                 operation.inputs,
                 attributes,
                 call,
+                twin,
             )
-            for index, array in enumerate(arrays)
+            for index, (array, twin) in enumerate(zip_longest(arrays, twins))
         ]
 
     def _emit(
@@ -144,6 +153,7 @@ class OperationEvents:
         inputs: Sequence[int],
         attributes: Mapping[str, Any],
         call: int,
+        twin: int | None = None,
     ) -> int:
         order = self._tape.emit(
             place.phase,
@@ -156,6 +166,7 @@ class OperationEvents:
             source=place.source,
             inputs=inputs,
             attributes=attributes,
+            twin=twin,
         )
         self._recorded[order] = Recorded(place, canonical, op, port, call)
         return order

@@ -25,7 +25,8 @@ class Memory:
         reference: Keeps the storage's address from being used again, not its memory.
         writer: Order of the event that last wrote to it, through whichever view; None as long as
             it holds whatever was there before.
-        holders: For each view, the order of the event with its value.
+        holders: For each view, the order of the event with its value; of one that is contiguous
+            also for where it begins and how many elements it has.
     """
 
     reference: StorageWeakRef
@@ -90,6 +91,16 @@ class DataFlow:
         if written or memory.writer is None:
             memory.writer = order
         memory.holders[look[1]] = order
+        if tensor.is_contiguous():
+            memory.holders[_run_of(tensor, look)] = order
+
+    def twin(self, tensor: torch.Tensor, look: Look | None) -> int | None:
+        """The event of a tensor with the same elements in the same order and the same memory, which
+        nothing was written to since."""
+        order = self.current(look)
+        if order is None and look is not None and tensor.is_contiguous():
+            order = self.current((look[0], _run_of(tensor, look)))
+        return order
 
     def blank(self, tensor: torch.Tensor) -> None:
         """Says that the tensor's memory was allocated, and not written to."""
@@ -162,6 +173,12 @@ def look_of(tensor: torch.Tensor) -> Look | None:
         tensor.dtype,
         bits,
     )
+
+
+def _run_of(tensor: torch.Tensor, look: Look) -> View:
+    """Equal for two contiguous tensors with the same elements in the same order."""
+    offset, _, _, dtype, bits = look[1]
+    return offset, tensor.numel(), dtype, bits
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:

@@ -242,7 +242,8 @@ class OperationHooks:
             operation = Operation(
                 call.function.name, part.place, inputs, plain, operands, attributes
             )
-            self._record(operation, own, written, call.node)
+            twins = [None if written else self._flow.twin(*output) for output in own]
+            self._record(operation, own, twins, written, call.node)
         return result
 
     def _parts(self, function: Function, arguments: Sequence[Argument], place: Place) -> list[Part]:
@@ -280,10 +281,15 @@ class OperationHooks:
         return None if held is None else max(held.sources, default=None)
 
     def _record(
-        self, operation: Operation, outputs: Sequence[Output], written: bool, node: range
+        self,
+        operation: Operation,
+        outputs: Sequence[Output],
+        twins: Sequence[int | None],
+        written: bool,
+        node: range,
     ) -> None:
         arrays = [to_numpy(tensor) for tensor, _ in outputs]
-        orders = self._events.outputs(operation, arrays)
+        orders = self._events.outputs(operation, arrays, twins)
         if None in orders:
             self._state.tape.note("operations on tensors without plain values were left out")
         for (tensor, look), order in zip(outputs, orders, strict=True):

@@ -38,7 +38,9 @@ _BATCH_KINDS: Final = {
 Given = Callable[[Site], NDArray[Any] | None]
 """What a call is to be run on in place of the value it computed at an input's site, or None."""
 
-_Recorded = tuple[Site, int, str, str, str, Sequence[str], str, tuple[int, ...], Mapping[str, Any]]
+_Recorded = tuple[
+    Site, int, str, str, str, Sequence[str], str, tuple[int, ...], Mapping[str, Any], int | None
+]
 """What is known of an event before its value: its first fields as `Tape._write` takes them."""
 
 
@@ -295,6 +297,7 @@ class Tape:
         shard: str = "",
         inputs: Sequence[int] = (),
         attributes: Mapping[str, Any] | None = None,
+        twin: int | None = None,
     ) -> int:
         """Records one value and returns its order within the step.
 
@@ -304,6 +307,8 @@ class Tape:
                 `setting` for the rest.
             shard: Which part of a distributed tensor it is, see `events.Event`.
             inputs: Orders of the events that the value was computed from.
+            twin: Order of an event with the same elements in the same order, in whatever shape: a
+                view of it, say. Where no payload is kept, its summary is that of this value, too.
         """
         if isinstance(value, np.generic):
             value = np.asarray(value)
@@ -321,7 +326,8 @@ class Tape:
             order = self._order
             self._order = order + 1
             site = Site(step, phase, path, call, port)
-            recorded = site, order, kind, op, source, dims, shard, tuple(inputs), attributes or {}
+            flow, attributes = tuple(inputs), attributes or {}
+            recorded = site, order, kind, op, source, dims, shard, flow, attributes, twin
             if self.waiting.must_wait(value):
                 if self.waiting.add(value, recorded):
                     self.settle()
@@ -339,14 +345,19 @@ class Tape:
 
     def _write(self, value: Any, recorded: _Recorded) -> None:
         """Summarises a value and hands its event to the writer."""
-        site, order, kind, op, source, dims, shard, inputs, attributes = recorded
+        site, order, kind, op, source, dims, shard, inputs, attributes, twin = recorded
         phase, path, port = site.phase, site.path, site.port
         is_array = isinstance(value, np.ndarray)
         if value is None and kind == "tensor":
             kind = "setting"  # it was deferred, and turned out to have no values
         keep, sketches = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
-        array = self._summaries.packed(value) if is_array else value
-        summary, buckets = self._summarised(phase, path, array, sketches)
+        # A payload must have its digest, even where memory was written to unseen since.
+        known = None if twin is None or keep else self._emitted.get(twin)
+        if known is None or (sketches and known.sketch is None):
+            array = self._summaries.packed(value) if is_array else value
+            summary = self._summarised(phase, path, array, sketches)
+        else:
+            array, summary = value, known
         event = Event(
             site=site,
             order=order,
@@ -359,7 +370,7 @@ class Tape:
             shard=shard,
             digest=summary.digest,
             fingerprint=summary.fingerprint,
-            sketch=buckets,
+            sketch=_kept_sketch(summary, sketches),
             inputs=inputs,
             value=None if is_array else value,
             attributes=attributes,
@@ -369,19 +380,15 @@ class Tape:
         if phase == "loading" and port == "param":
             self.loaded[path] = summary.digest, summary.dtype
 
-    def _summarised(
-        self, phase: str, path: str, value: Any, sketches: str
-    ) -> tuple[Summary, NDArray[np.float64] | None]:
-        """The summary of a value, and the sketch that is kept of it."""
+    def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
+        """The summary of a value, with its sketch if one is kept."""
         is_sample = phase == "rendering" and sample_step(path) is not None
         self.seen_samples |= is_sample
         if not isinstance(value, np.ndarray):
-            return Summary(digest_value(value)), None
+            return Summary(digest_value(value))
         if is_sample:
-            return Summary(digest(value), name_of(value.dtype)), None
-        summary = self._summaries.of(value, bool(sketches))
-        whole = summary.sketch if sketches else None
-        return summary, whole if sketches == "whole" or whole is None else shortened(whole)
+            return Summary(digest(value), name_of(value.dtype))
+        return self._summaries.of(value, bool(sketches))
 
     def _keeps(self, phase: str, kind: str, path: str, port: str) -> tuple[bool, str]:
         """Whether the payload of an event is kept, and otherwise what sketch."""
@@ -419,3 +426,9 @@ class Tape:
         """Records settings as events of the environment stage; `path` is the dotted name."""
         for name, value in settings.items():
             self.emit("environment", name, "out", value, kind="setting")
+
+
+def _kept_sketch(summary: Summary, sketches: str) -> NDArray[np.float64] | None:
+    """The sketch of a value that is kept: a whole one, a short one, or none."""
+    whole = summary.sketch if sketches else None
+    return shortened(whole) if whole is not None and sketches == "short" else whole
