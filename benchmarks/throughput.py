@@ -1,8 +1,9 @@
 """`python -m benchmarks.throughput`: bytes a second of what is done with every tensor.
 
-Writing into the page cache, reading back with verification, comparing and summarising, with the C
-kernels and with NumPy in turns, beside what the memory gives. Processor time and the clock, the
-best of the rounds each: on a busy machine the clock says little.
+Writing (past the page cache, as long files are), reading back with verification (from the disk, and
+again from the page cache), comparing and summarising, with the C kernels and with NumPy in turns,
+beside what the memory gives. Processor time and the clock, the best of the rounds each: on a busy
+machine the clock says little.
 """
 
 from __future__ import annotations
@@ -78,15 +79,16 @@ def trace(meter: Meter, tensors: list[Array], folder: Path, engine: str) -> None
         for place, tensor in enumerate(tensors)
     ]
     writer = TraceWriter(path, Run(stack="benchmark"), overwrite=True)
-    with meter.measuring("write into the page cache", total, engine):
+    with meter.measuring("write", total, engine):
         for event, tensor in zip(events, tensors, strict=True):
             writer.add(event, tensor)
     writer.finish()
-    with Trace(path) as reader:
-        recorded = reader.events(0)
-        with meter.measuring("read back with verification", total, engine):
-            for event in recorded:
-                reader.array(event)
+    for place in ("the disk", "the page cache"):
+        with Trace(path) as reader:
+            recorded = reader.events(0)
+            with meter.measuring(f"read back from {place}, verified", total, engine):
+                for event in recorded:
+                    reader.array(event)
     with meter.measuring("`tracediff verify`", total, engine):
         assert verify(path).sound
 
