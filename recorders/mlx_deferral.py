@@ -1,7 +1,7 @@
 """Where values may be computed later than they are recorded, many at once.
 
-Inside a gradient transformation or a model's call: to compute one small array alone takes MLX as
-long as a handful of them together.
+Inside a gradient transformation or a model's call: to compute twenty small arrays together takes
+MLX four times as long as to compute one.
 """
 
 from __future__ import annotations

@@ -350,9 +350,7 @@ class ModuleHooks:
             output = call.run()
         finally:
             self._state.open.pop()
-        if frame is None:
-            return output
-        if self._state.gradient is None:
+        if frame is None or self._state.gradient is None:
             return output
         outputs = output_ports(output).tensors
         # Without values (inside `mx.vmap`) there is nothing to record.

@@ -128,6 +128,6 @@ def as_written(event: Event, of_value: bytes, payload: str | None) -> Event:
         sketch=event.sketch,
         inputs=event.inputs,
         payload=payload,
-        value=None if event.value is None else plain(event.value),
+        value=plain(event.value),
         attributes=attributes,
     )
