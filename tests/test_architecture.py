@@ -83,7 +83,7 @@ def test_the_walk_sees_the_files() -> None:
     names = {name(path) for path in CORE_FILES}
     assert {"src/tracediff/events.py", "src/tracediff/cli/app.py"} <= names
     assert not any("recorders" in path.parts for path in CORE_FILES)
-    assert set(own_imports(CORE / "cli" / "app.py")) == {"cli", "errors", "kernels"}
+    assert set(own_imports(CORE / "cli" / "parser.py")) == {"cli", "errors", "kernels"}
 
 
 @pytest.mark.parametrize("path", CORE_FILES + STACK_FILES, ids=name)
@@ -168,6 +168,19 @@ def test_comparing_loads_nothing_that_it_does_not_need() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert '"outcome": "diverged"' in done.stdout
+    assert done.stderr.splitlines()[-1] == ""
+
+
+def test_two_paths_alone_need_no_parser() -> None:
+    program = (
+        "import sys; from tracediff.cli import main\n"
+        "main(['bisect', 'traces/clean.zarr', 'traces/drifted.zarr'])\n"
+        "print(*sorted({'typer', 'pydantic'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert "rope_theta" in done.stdout
     assert done.stderr.splitlines()[-1] == ""
 
 

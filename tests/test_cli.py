@@ -168,6 +168,16 @@ def test_options_reach_the_bisection(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     assert list(seen["atol"]) == ["c=3"]
 
 
+def test_two_paths_alone_are_compared_as_by_default(
+    cli: Cli, baseline: Path, drifted: Path
+) -> None:
+    assert cli("bisect", baseline, drifted) == cli(
+        "bisect", baseline, drifted, "--min-coverage", "0.9"
+    )
+    assert cli("diff", baseline, drifted) == cli("diff", baseline, drifted, "--rank", "0")
+    assert cli("bisect", baseline, "--help")[0] == 0
+
+
 # ---- errors ------------------------------------------------------------------------------------
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tracediff.cli import options, output
-from tracediff.errors import UsageError
-
-if TYPE_CHECKING:
-    from tracediff.verdict import Verdict
+from tracediff.cli import comparing, options
 
 Html = Annotated[
     Path | None,
@@ -69,7 +65,7 @@ def bisect(
     json: options.Json = None,
     html: Html = None,
     rules: options.Rules = None,
-    min_coverage: options.MinCoverage = 0.9,
+    min_coverage: options.MinCoverage = comparing.COVERAGE,
     rtol: options.Rtol = None,
     atol: options.Atol = None,
     noise: options.Noise = None,
@@ -82,63 +78,21 @@ def bisect(
     scripts: Scripts = None,
 ) -> int:
     """Name the first place at which two runs of the same job part."""
-    # Imported here, as in every command: `--help` must not wait for zarr.
-    from tracediff import bisection
-
-    output.check_writable(json, html)
-    if replay and deepen:
-        raise UsageError("--replay takes two traces and --deepen two scripts: give one of them")
-    if scripts and not replay and not deepen:
-        raise UsageError(f"{scripts[0]}: scripts are given with --replay only")
-    with output.progress() as progress:
-
-        def compare(a: Path, b: Path) -> Verdict:
-            return bisection.bisect(
-                a,
-                b,
-                rules=rules,
-                min_coverage=min_coverage,
-                rtol=rtol or (),
-                atol=atol or (),
-                noise=noise if a == baseline else None,
-                replayed=replayed if a == baseline else None,
-                every_step=every_step,
-                progress=progress,
-            )
-
-        if deepen:
-            from tracediff import deepening
-
-            chosen: dict[str, Any] = {
-                "rules": rules,
-                "min_coverage": min_coverage,
-                "rtol": rtol or (),
-                "atol": atol or (),
-            }
-            a, b = deepening.scripts([str(baseline), str(target), *(scripts or ())])
-            verdict = deepening.deepen(a, b, keep=keep, progress=progress, **chosen)
-        elif replay:
-            from tracediff.postmortem import post_mortem, split_scripts
-
-            both = split_scripts(scripts or [])
-            verdict = post_mortem(
-                compare, baseline, target, both, level=level, keep=keep, rules=rules
-            )
-        else:
-            verdict = compare(baseline, target)
-    if html is not None:
-        from tracediff.report.html import to_html
-
-        output.write(html, to_html(verdict))
-    if json is not None:
-        from tracediff.report.json import dumps, to_json
-
-        output.write(json, dumps(to_json(verdict)))
-    if output.STDOUT in (json, html):
-        for warning in verdict.warnings:
-            output.tell(f"warning: {warning}")
-    else:
-        from tracediff.report.terminal import render
-
-        output.show(render(verdict))
-    return verdict.exit_code
+    return comparing.bisect(
+        baseline,
+        target,
+        json=json,
+        html=html,
+        rules=rules,
+        min_coverage=min_coverage,
+        rtol=rtol,
+        atol=atol,
+        noise=noise,
+        replayed=replayed,
+        every_step=every_step,
+        replay=replay,
+        deepen=deepen,
+        level=level,
+        keep=keep,
+        scripts=scripts,
+    )
