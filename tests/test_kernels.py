@@ -15,6 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tracediff import kernels
@@ -26,6 +29,7 @@ from tracediff.trace.summary import (
     fingerprint,
     sketch,
     sketched_distance,
+    summary,
 )
 
 BLOCK = kernels.BLOCK
@@ -64,7 +68,7 @@ def values(name: str, size: int, seed: int = 0) -> NDArray[Any]:
 
 
 def statistics(array: NDArray[Any], full: bool = True) -> dict[str, float]:
-    found = kernels.fingerprint(array, full=full, ranked=full)
+    found = kernels.fingerprint(array, full=full)
     return dict(zip(kernels.STATISTICS, found, strict=True))
 
 
@@ -381,7 +385,9 @@ def test_buffers_that_do_not_belong_together_are_refused() -> None:
         with pytest.raises(ValueError, match=r"belong together|no code"):
             _native.differences(*wrong)
     with pytest.raises(ValueError, match="not aligned"):
-        _native.fingerprint(np.zeros(17, np.uint8)[1:], 12, False, False)
+        _native.summary(np.zeros(17, np.uint8)[1:], 12, False, True, None)
+    with pytest.raises(ValueError, match="belong together"):
+        _native.summary(a, 12, False, True, np.zeros(255))
 
 
 def test_the_environment_can_leave_the_c_code_unused() -> None:
@@ -460,7 +466,7 @@ def test_sums_have_one_order_on_all_processors(name: str, full: bool) -> None:
             found = dict(
                 zip(
                     FINGERPRINT_FIELDS,
-                    kernels.fingerprint(array, full=full, ranked=False),
+                    kernels.fingerprint(array, full=full),
                     strict=True,
                 )
             )
@@ -474,8 +480,32 @@ def test_sums_have_one_order_on_all_processors(name: str, full: bool) -> None:
             assert found["fourth_moment"] == summed((x * x) * (x * x)) / finite.size
 
 
-def test_quantiles_are_of_small_tensors_only(engine: str) -> None:
-    at = FINGERPRINT_FIELDS.index("q50")
-    small, large = (fingerprint(np.zeros(size, np.float32))[at] for size in (16_384, 16_385))
-    assert small == 0
-    assert math.isnan(large)
+def test_details_are_of_small_tensors_only(engine: str) -> None:
+    for name in ("third_moment", "q50"):
+        at = FINGERPRINT_FIELDS.index(name)
+        small, large = (fingerprint(np.zeros(size, np.float32))[at] for size in (16_384, 16_385))
+        assert small == 0
+        assert math.isnan(large)
+
+
+@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_one_pass_finds_what_each_finds_alone(engine: str, name: str, brief: bool) -> None:
+    for size in (0, 1, 31, 60, 61, 241, 1024, 4097, 16_384, BLOCK + 4096 + 17, 3 * BLOCK + 64):
+        array = values(name, size) if name in REAL else np.zeros(size, DTYPES[name])
+        of_bytes, statistics, total = summary(array, brief=brief, sketched=True)
+        assert of_bytes == xxhash.xxh3_128_digest(array.tobytes()), size
+        assert np.array_equal(statistics, fingerprint(array, brief=brief), equal_nan=True)
+        assert total is not None
+        assert np.array_equal(total, sketch(array), equal_nan=True)
+        assert summary(array, brief=brief, sketched=False)[::2] == (of_bytes, None)
+
+
+@needs_c
+@given(size=st.integers(0, 5000), more=st.integers(0, 40), seed=st.integers(0, 9))
+def test_digests_are_those_of_xxhash(size: int, more: int, seed: int) -> None:
+    """Around the lengths of its stripes (64 bytes), blocks (1,024) and of our tiles (16 KiB)."""
+    raw = np.random.default_rng(seed).bytes(size + 1024 * more)
+    array = np.frombuffer(raw, np.uint8)
+    with kernels.using("native"):
+        assert summary(array, brief=True, sketched=False)[0] == xxhash.xxh3_128_digest(raw)

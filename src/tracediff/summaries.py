@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.kernels import pack
-from tracediff.trace.summary import digest, fingerprint, sketch
+from tracediff.trace.summary import digest, fingerprint, sketch, summary
 
 LARGEST_SCRATCH: Final = 64 << 20
 """Bytes of the memory that is kept for copies of what does not lie in C order."""
@@ -28,7 +28,9 @@ class Summaries:
     """Summarises arrays, each value once in a step and the one after it.
 
     Most values pass several ports unchanged, and frozen weights stay as they are. The digest is
-    taken each time: memory can be written to in ways that no framework counts.
+    taken each time: memory can be written to in ways that no framework counts. Of a value that is
+    expected to be new, all is found in one pass over the memory: steps are alike, so one is new
+    where the step before had a new one.
     """
 
     def __init__(self, brief: bool) -> None:
@@ -39,25 +41,37 @@ class Summaries:
         self._brief = brief
         self._known: dict[tuple[bytes, str], Summary] = {}
         self._known_before = self._known
+        self._is_new: list[bool] = []
+        self._was_new: list[bool] = []
         self._scratch = np.empty(0, np.uint8)
 
     def advance(self) -> None:
         """Begins the next step."""
         self._known_before, self._known = self._known, {}
+        self._was_new, self._is_new = self._is_new, []
 
     def of(self, array: NDArray[Any], sketched: bool) -> Summary:
         """The summary of an array in C order, with its sketch if there is to be one."""
-        of_value, dtype = digest(array), name_of(array.dtype)
+        dtype, statistics, total = name_of(array.dtype), None, None
+        if self._is_expected():
+            of_value, statistics, total = summary(array, brief=self._brief, sketched=sketched)
+        else:
+            of_value = digest(array)
         key = of_value, dtype
-        known = self._known.get(key)
+        known = self._known.get(key) or self._known_before.get(key)
+        self._is_new.append(known is None)
         if known is None:
-            known = self._known_before.get(key)
-            if known is None:
-                known = Summary(of_value, dtype, fingerprint(array, brief=self._brief))
-            self._known[key] = known
+            statistics = statistics or fingerprint(array, brief=self._brief)
+            known = Summary(of_value, dtype, statistics, total)
         if sketched and known.sketch is None:
-            known = self._known[key] = known._replace(sketch=sketch(array))
+            known = known._replace(sketch=sketch(array) if total is None else total)
+        self._known[key] = known
         return known
+
+    def _is_expected(self) -> bool:
+        """Whether the value that comes now is expected to be a new one."""
+        place = len(self._is_new)
+        return place >= len(self._was_new) or self._was_new[place]
 
     def packed(self, array: NDArray[Any]) -> NDArray[Any]:
         """The array in C order, once for all that is done with it.

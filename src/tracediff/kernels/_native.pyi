@@ -7,9 +7,14 @@ from numpy.typing import NDArray
 has_crc32: bool
 interface: int
 
-def fingerprint(
-    data: NDArray[Any], code: int, full: bool, ranked: bool, /
-) -> tuple[float, ...]: ...
+def summary(
+    data: NDArray[Any],
+    code: int,
+    full: bool,
+    hashed: bool,
+    total: NDArray[Any] | None,
+    /,
+) -> tuple[bytes | None, tuple[float, ...]]: ...
 def signed_buckets(data: NDArray[Any], code: int, total: NDArray[Any], /) -> None: ...
 def differences(
     a: NDArray[Any],

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 5:
+if _native.interface != 6:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _NAMES: Final = (
@@ -45,9 +45,18 @@ def _typed(flat: NDArray[Any]) -> tuple[NDArray[Any], int]:
     return flat.view(np.uint16) if code == _BFLOAT16 else flat, code
 
 
-def fingerprint(flat: NDArray[Any], full: bool, ranked: bool) -> tuple[float, ...]:
+def fingerprint(flat: NDArray[Any], full: bool) -> tuple[float, ...]:
     """See `tracediff.kernels.fingerprint`."""
-    return _native.fingerprint(*_typed(flat), full, ranked)
+    return _native.summary(*_typed(flat), full, False, None)[1]
+
+
+def summary(
+    flat: NDArray[Any], full: bool, total: NDArray[np.float64] | None
+) -> tuple[bytes | None, tuple[float, ...]]:
+    """See `tracediff.kernels.summary`."""
+    typed, code = _typed(flat)
+    hashed = flat.dtype.isnative and typed.nbytes == flat.nbytes
+    return _native.summary(typed, code, full, hashed, total)
 
 
 def signed_buckets(flat: NDArray[Any]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ _SKETCH_SEED: Final = 0x9E3779B97F4A7C15
 _INTEGER_OF_WIDTH: Final = {1: "i1", 2: "i2", 4: "i4", 8: "i8"}
 
 
-def fingerprint(array: NDArray[Any], full: bool, ranked: bool) -> tuple[float, ...]:
+def fingerprint(array: NDArray[Any], full: bool) -> tuple[float, ...]:
     """See `tracediff.kernels.fingerprint`. Sums differ from those of the C code by their rounding:
     in its order they would take three times as long here."""
     flat = array.reshape(-1)
@@ -42,12 +42,21 @@ def fingerprint(array: NDArray[Any], full: bool, ranked: bool) -> tuple[float, .
         found.cube / count if full else math.nan,
         found.fourth / count if full else math.nan,
         found.low,
-        *(_order_statistics(flat) if ranked else [math.nan] * len(_QUANTILES)),
+        *(_order_statistics(flat) if full else [math.nan] * len(_QUANTILES)),
         found.high,
     )
     # Adding zero makes -0.0 the 0.0 that it equals, so that one value has one fingerprint.
     counts = (float(flat.size), float(found.nan), float(found.inf))
     return counts + tuple([number + 0.0 for number in statistics])
+
+
+def summary(
+    array: NDArray[Any], full: bool, total: NDArray[np.float64] | None
+) -> tuple[bytes | None, tuple[float, ...]]:
+    """See `tracediff.kernels.summary`."""
+    if total is not None:
+        total[:] = signed_buckets(array)
+    return None, fingerprint(array, full)
 
 
 class _Moments:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tracediff.kernels import SKETCH_SIZE as SKETCH_SIZE
 from tracediff.kernels import STATISTICS, signed_buckets
 from tracediff.kernels import fingerprint as statistics_of
+from tracediff.kernels import summary as all_of
 
 FINGERPRINT_FIELDS: Final = STATISTICS
 
@@ -27,9 +28,10 @@ SHORT_SKETCH: Final = 32
 SKETCHES: Final = 2
 """The definition of sketches; those of another one are not comparable and are not read."""
 
-QUANTILE_LIMIT: Final = 1 << 14
-"""Quantiles of larger tensors are NaN: they cost more than all else that is done with a tensor, and
-the more elements two tensors of one distribution have, the more alike their quantiles are."""
+DETAIL_LIMIT: Final = 1 << 14
+"""Fingerprints of larger tensors are brief: quantiles cost more than the rest of it,
+and the more elements two of one distribution have, the more alike their quantiles are. Tensors of
+other values differ in mean, norm and extremes."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 """Types whose values are JSON as they stand, but for integers that are too large."""
@@ -104,15 +106,24 @@ def fingerprint(array: NDArray[Any], *, brief: bool = False) -> tuple[float, ...
     """Statistics that do not change when a tensor is transposed, reshaped or permuted.
 
     Args:
-        brief: Leave third and fourth moment and the quantiles NaN. They tell apart operations
-            that have no names; where values are paired by name, a sixth of the cost is enough.
+        brief: Leave third and fourth moment and the quantiles NaN, as they are of more than
+            `DETAIL_LIMIT` elements. They tell apart operations that have no names; where values are
+            paired by name, a sixth of the cost is enough.
 
     Returns:
         One float64 per name in `FINGERPRINT_FIELDS`. Sums are accumulated in float64 in an order
         that machines share, and a re-layout changes them by rounding in float64 only.
     """
-    ranked = not brief and array.size <= QUANTILE_LIMIT
-    return statistics_of(_flat(array), full=not brief, ranked=ranked)
+    return statistics_of(_flat(array), full=not brief and array.size <= DETAIL_LIMIT)
+
+
+def summary(
+    array: NDArray[Any], *, brief: bool, sketched: bool
+) -> tuple[bytes, tuple[float, ...], NDArray[np.float64] | None]:
+    """`digest`, `fingerprint` and, if it is wanted, `sketch`, for the price of the dearest two."""
+    full = not brief and array.size <= DETAIL_LIMIT
+    found, statistics, total = all_of(_flat(array), full=full, sketched=sketched)
+    return found or digest(array), statistics, total
 
 
 def euclidean_norm(statistics: Sequence[float]) -> float:

@@ -5,7 +5,7 @@
 #include "values.h"
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define INTERFACE 5 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 6 /* raised with every change that ../in_c.py has to know of */
 
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
@@ -89,27 +89,54 @@ static PyObject *statistics(const Moments *m, size_t n, int full, const double *
     return result;
 }
 
-static PyObject *py_fingerprint(PyObject *self, PyObject *const *args, Py_ssize_t count)
+/* Digest (None where `has_hash` says no, or of few bytes) and statistics; adds to the buckets of a
+ * sketch, unless they are None. */
+static PyObject *py_summary(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     static const double quantile[] = {0.05, 0.25, 0.5, 0.75, 0.95};
-    double chosen[] = {NAN, NAN, NAN, NAN, NAN};
+    double chosen[] = {NAN, NAN, NAN, NAN, NAN}, *total = NULL;
     Buffers buffers = {.count = 0};
     Moments m;
+    Hash hash;
+    Sketch sketch;
+    unsigned char digest[16];
     int code, done = 1;
-    size_t n = 0;
+    size_t n = 0, size = 0;
     (void)self;
-    if (!takes(4, count))
+    if (!takes(5, count))
         return NULL;
-    int full = PyObject_IsTrue(args[2]), ranked = PyObject_IsTrue(args[3]);
+    int full = PyObject_IsTrue(args[2]);
     const void *from = array(&buffers, args, &code, &n);
-    if (!from)
+    if (from && args[4] != Py_None) {
+        total = opened(&buffers, args[4], PyBUF_WRITABLE, &size);
+        if (total && size != BUCKETS * sizeof *total)
+            return sizes_differ(&buffers);
+    }
+    if (!from || (args[4] != Py_None && !total))
         return closed(&buffers, NULL);
-    RUN(buffers.view->len, {
-        moments(from, code, n, full, &m);
-        done = !ranked || order_statistics(from, code, n, quantile, 5, chosen);
+    size_t bytes = n * WIDTH[code];
+    int hashed = PyObject_IsTrue(args[3]) && bytes > SHORT && has_hash();
+    Beside beside = {hashed ? &hash : NULL, total ? &sketch : NULL};
+    RUN(bytes, {
+        if (hashed)
+            hash_start(&hash, from, bytes);
+        if (total)
+            sketch_start(&sketch, from, code, n, total);
+        moments(from, code, n, full, &m, &beside);
+        if (hashed)
+            hash_end(&hash, bytes, digest);
+        done = !full || order_statistics(from, code, n, quantile, 5, chosen);
     });
     closed(&buffers, NULL);
-    return done ? statistics(&m, n, full, chosen) : PyErr_NoMemory();
+    if (!done)
+        return PyErr_NoMemory();
+    PyObject *of_bytes = hashed ? PyBytes_FromStringAndSize((char *)digest, sizeof digest)
+                                : Py_NewRef(Py_None);
+    PyObject *numbers = statistics(&m, n, full, chosen);
+    PyObject *result = of_bytes && numbers ? PyTuple_Pack(2, of_bytes, numbers) : NULL;
+    Py_XDECREF(of_bytes);
+    Py_XDECREF(numbers);
+    return result;
 }
 
 static PyObject *py_signed_buckets(PyObject *self, PyObject *const *args, Py_ssize_t count)
@@ -257,7 +284,7 @@ static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count
 #define FUNCTION(NAME, FLAGS) {#NAME, (PyCFunction)(void (*)(void))py_##NAME, FLAGS, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(fingerprint, METH_FASTCALL),
+    FUNCTION(summary, METH_FASTCALL),
     FUNCTION(signed_buckets, METH_FASTCALL),
     FUNCTION(differences, METH_FASTCALL),
     FUNCTION(largest_ulp, METH_FASTCALL),

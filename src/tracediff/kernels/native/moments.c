@@ -68,12 +68,13 @@ INLINE void start(double *lane, double value)
         lane[i] = value;
 }
 
-INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *found)
+INLINE void of_blocks(
+    const void *from, int code, size_t n, int full, Moments *found, const Beside *beside)
 {
     double x[PART], low[LANES], high[LANES];
     Sums lanes;
     Narrow extremes;
-    int in_tiles = (code == F32 || code == BF16) && has_tiles();
+    int in_tiles = !full && (code == F32 || code == BF16) && has_tiles();
     for (size_t i = 0; i < LANES; i++)
         extremes.low[i] = INFINITY, extremes.high[i] = -INFINITY;
     start(lanes.low, INFINITY);
@@ -85,12 +86,13 @@ INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *f
         n -= block;
         memset(lanes.sum, 0, 5 * sizeof lanes.sum);
         size_t whole = in_tiles ? block - block % LANES : 0;
-        if (whole && add_tiles(at, code, whole, full, &lanes, &extremes)) {
+        if (whole && add_tiles(at, code, whole, &lanes, &extremes, beside)) {
             at += whole * WIDTH[code];
             block -= whole;
         }
         while (block) {
             size_t part = block < PART ? block : PART;
+            beside_to(beside, at + part * WIDTH[code]);
             int bad = widen(at, code, part, x);
             ask(at + PART * WIDTH[code], PART * WIDTH[code]);
             if (bad || part < PART) {
@@ -124,22 +126,25 @@ INLINE void of_blocks(const void *from, int code, size_t n, int full, Moments *f
     }
 }
 
-CLONES HIDDEN void moments_brief(const void *from, int code, size_t n, Moments *found)
+CLONES HIDDEN void moments_brief(
+    const void *from, int code, size_t n, Moments *found, const Beside *beside)
 {
-    of_blocks(from, code, n, 0, found);
+    of_blocks(from, code, n, 0, found, beside);
 }
 
-CLONES HIDDEN void moments_full(const void *from, int code, size_t n, Moments *found)
+CLONES HIDDEN void moments_full(
+    const void *from, int code, size_t n, Moments *found, const Beside *beside)
 {
-    of_blocks(from, code, n, 1, found);
+    of_blocks(from, code, n, 1, found, beside);
 }
 
-void moments(const void *from, int code, size_t n, int full, Moments *found)
+void moments(
+    const void *from, int code, size_t n, int full, Moments *found, const Beside *beside)
 {
     Moments none = {.low = INFINITY, .high = -INFINITY};
     *found = none;
     if (full)
-        moments_full(from, code, n, found);
+        moments_full(from, code, n, found, beside);
     else
-        moments_brief(from, code, n, found);
+        moments_brief(from, code, n, found, beside);
 }

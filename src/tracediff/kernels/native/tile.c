@@ -1,5 +1,5 @@
-/* The sums of ./moments.c for float32 and bfloat16 on processors with AVX2: the same additions in the
- * same order, with the lanes in registers for many rows. A product of two such numbers has no more
+/* The brief sums of ./moments.c for float32 and bfloat16 on processors with AVX2: the same additions in
+ * the same order, with the lanes in registers for many rows. A product of two such numbers has no more
  * than 48 bits, so adding it fused rounds as adding it does, and so does adding a number times one. */
 #include "values.h"
 
@@ -18,7 +18,6 @@ int has_tiles(void)
 
 /* Loads, changes and stores four lanes of one sum. */
 #define EACH_SUM(DO) DO(sum, 0) DO(sum, 4) DO(abs, 0) DO(abs, 4) DO(square, 0) DO(square, 4)
-#define EACH_POWER(DO) DO(cube, 0) DO(cube, 4) DO(fourth, 0) DO(fourth, 4)
 #define LOAD(SUM, AT) __m256d SUM##AT = _mm256_loadu_pd(to->SUM + lane + AT);
 #define STORE(SUM, AT) _mm256_storeu_pd(to->SUM + lane + AT, SUM##AT);
 
@@ -28,11 +27,6 @@ int has_tiles(void)
         sum##AT = _mm256_fmadd_pd(v, one, sum##AT);                                                \
         abs##AT = _mm256_add_pd(abs##AT, _mm256_andnot_pd(sign, v));                               \
         square##AT = _mm256_fmadd_pd(v, v, square##AT);                                            \
-        if (full) {                                                                                \
-            __m256d v2 = _mm256_mul_pd(v, v);                                                      \
-            cube##AT = _mm256_add_pd(cube##AT, _mm256_mul_pd(v2, v));                              \
-            fourth##AT = _mm256_add_pd(fourth##AT, _mm256_mul_pd(v2, v2));                         \
-        }                                                                                          \
     }
 
 AVX2 static void of_bfloats(const u16 *from, size_t n, float *to)
@@ -45,13 +39,11 @@ AVX2 static void of_bfloats(const u16 *from, size_t n, float *to)
 
 /* Asks for the next tile meanwhile, a line after the other: that eight columns after eight are read
  * is not what the processor foresees. */
-AVX2 INLINE void add_tile(
-    const float *x, size_t n, const char *next, int full, Sums *to, Narrow *extremes)
+AVX2 static void add_tile(const float *x, size_t n, const char *next, Sums *to, Narrow *extremes)
 {
     const __m256d sign = _mm256_set1_pd(-0.0), one = _mm256_set1_pd(1.0);
     for (size_t lane = 0; lane < LANES; lane += WIDE) {
         EACH_SUM(LOAD)
-        EACH_POWER(LOAD)
         __m256 low = _mm256_loadu_ps(extremes->low + lane);
         __m256 high = _mm256_loadu_ps(extremes->high + lane);
         __m256i zero = _mm256_setzero_si256();
@@ -67,9 +59,6 @@ AVX2 INLINE void add_tile(
             ADD(4)
         }
         EACH_SUM(STORE)
-        if (full) {
-            EACH_POWER(STORE)
-        }
         _mm256_storeu_ps(extremes->low + lane, low);
         _mm256_storeu_ps(extremes->high + lane, high);
         int32_t zeros[WIDE];
@@ -79,17 +68,8 @@ AVX2 INLINE void add_tile(
     }
 }
 
-AVX2 static void add_brief(const float *x, size_t n, const char *next, Sums *to, Narrow *extremes)
-{
-    add_tile(x, n, next, 0, to, extremes);
-}
-
-AVX2 static void add_full(const float *x, size_t n, const char *next, Sums *to, Narrow *extremes)
-{
-    add_tile(x, n, next, 1, to, extremes);
-}
-
-int add_tiles(const void *from, int code, size_t n, int full, Sums *to, Narrow *extremes)
+int add_tiles(
+    const void *from, int code, size_t n, Sums *to, Narrow *extremes, const Beside *beside)
 {
     __attribute__((aligned(32))) float widened[TILE];
     const Sums sums_before = *to;
@@ -100,7 +80,8 @@ int add_tiles(const void *from, int code, size_t n, int full, Sums *to, Narrow *
         if (code == BF16)
             of_bfloats(from, tile, widened), x = widened;
         from = (const char *)from + tile * WIDTH[code];
-        (full ? add_full : add_brief)(x, tile, from, to, extremes);
+        beside_to(beside, from);
+        add_tile(x, tile, from, to, extremes);
     }
     for (size_t lane = 0; lane < LANES; lane++)
         if (!(to->abs[lane] <= DBL_MAX)) { /* there was a NaN or an infinity */
@@ -113,9 +94,10 @@ int add_tiles(const void *from, int code, size_t n, int full, Sums *to, Narrow *
 #else
 
 int has_tiles(void) { return 0; }
-int add_tiles(const void *from, int code, size_t n, int full, Sums *to, Narrow *extremes)
+int add_tiles(
+    const void *from, int code, size_t n, Sums *to, Narrow *extremes, const Beside *beside)
 {
-    (void)from, (void)code, (void)n, (void)full, (void)to, (void)extremes;
+    (void)from, (void)code, (void)n, (void)to, (void)extremes, (void)beside;
     return 0;
 }
 

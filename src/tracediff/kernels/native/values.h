@@ -145,17 +145,59 @@ typedef struct {
     float low[LANES], high[LANES];
 } Narrow;
 
+/* A hash of bytes in the making: those up to `at` are in it, but for the last stripe. */
+typedef struct {
+    uint64_t sum[8];
+    const char *at, *last, *end;
+    size_t stripe;
+} Hash;
+
+/* XXH3-128 of more than SHORT bytes, where `has_hash` says so. `hash_to` adds what lies before an
+ * address and was not added yet. `digest` has 16 bytes. */
+#define SHORT 240
+HIDDEN int has_hash(void);
+HIDDEN void hash_start(Hash *hash, const char *from, size_t bytes);
+HIDDEN void hash_to(Hash *hash, const char *upto);
+HIDDEN void hash_end(Hash *hash, size_t bytes, unsigned char *digest);
+
+/* A count sketch in the making. */
+typedef struct {
+    const char *at, *end;
+    int code;
+    size_t row;
+    double *total, bucket[2 * BUCKETS];
+} Sketch;
+
+/* `total` has BUCKETS sums; `sketch_to` adds what lies before an address and was not added yet. */
+HIDDEN void sketch_start(Sketch *sketch, const char *from, int code, size_t n, double *total);
+HIDDEN void sketch_to(Sketch *sketch, const char *upto);
+
+/* What else is found of the elements while they are in the cache; either may be NULL. */
+typedef struct {
+    Hash *hash;
+    Sketch *sketch;
+} Beside;
+
+INLINE void beside_to(const Beside *beside, const char *upto)
+{
+    if (beside->hash)
+        hash_to(beside->hash, upto);
+    if (beside->sketch)
+        sketch_to(beside->sketch, upto);
+}
+
 #define TILE (1 << 12) /* elements that stay in the L1 cache, where `has_tiles` says so */
 
 HIDDEN int has_tiles(void);
 
-/* Adds n elements of F32 or BF16, a multiple of LANES; `full` adds cubes and fourth powers. Returns 0
- * if they were not added, because of a NaN or an infinity among them. */
+/* Adds n elements of F32 or BF16, a multiple of LANES, but no cubes and fourth powers. Returns 0 if
+ * they were not added, because of a NaN or an infinity among them. */
 HIDDEN int add_tiles(
-    const void *from, int code, size_t n, int full, Sums *to, Narrow *extremes);
+    const void *from, int code, size_t n, Sums *to, Narrow *extremes, const Beside *beside);
 
 /* Of n elements; `full` adds third and fourth powers. */
-HIDDEN void moments(const void *from, int code, size_t n, int full, Moments *found);
+HIDDEN void moments(
+    const void *from, int code, size_t n, int full, Moments *found, const Beside *beside);
 
 /* The finite elements at `count` ascending quantiles, NaN if there are none; 0 for want of memory. */
 HIDDEN int order_statistics(
