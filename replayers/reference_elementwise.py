@@ -115,11 +115,13 @@ def handed_through(call: Call) -> Replayed | None:
 
 def _rounded(call: Call, value: Floats, condition: Floats, stores: int) -> Replayed:
     spread = _FUNCTION * arithmetic(call) * condition * np.abs(value)
-    times = stores if is_narrow(call) else 1
-    on_the_way = (stores - 1) * storage(call) * condition * np.abs(value)
+    reach = None
+    if is_narrow(call):
+        on_the_way = (stores - 1) * storage(call) * condition * np.abs(value)
+        reach = reach_of(call, value, spread, on_the_way)
     return Replayed(
         value,
-        together(spread, stored(call, value, times)),
+        together(spread, stored(call, value, stores if is_narrow(call) else 1)),
         f"{call.op} {call.dtype}",
-        reach_of(call, value, spread, on_the_way),
+        reach,
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 
@@ -18,4 +16,6 @@ def sigmoid(x: Floats) -> Floats:
     return result
 
 
-erf: Final[Callable[[Floats], Floats]] = np.vectorize(math.erf, otypes=[np.float64])
+def erf(x: Floats) -> Floats:
+    """The error function."""
+    return np.array([math.erf(value) for value in x.reshape(-1).tolist()]).reshape(x.shape)

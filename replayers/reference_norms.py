@@ -40,13 +40,15 @@ def rms_norm(call: Call) -> Replayed | None:
     value = normed * gain
     relative = positive_sum(arithmetic(call), x.shape[-1]) / 2 + 4 * ROUNDING * arithmetic(call)
     error = relative * np.abs(value)
-    first = np.abs(gain) * half_spacing(call, normed, LARGEST * relative * np.abs(normed))
-    times = 2 if is_narrow(call) else 1
+    reach = None
+    if is_narrow(call):
+        first = np.abs(gain) * half_spacing(call, normed, LARGEST * relative * np.abs(normed))
+        reach = reach_of(call, value, error, first)
     return Replayed(
         value,
-        together(error, stored(call, value, times)),
+        together(error, stored(call, value, 2 if is_narrow(call) else 1)),
         f"{call.op} K={x.shape[-1]} {call.dtype}",
-        reach_of(call, value, error, first),
+        reach,
     )
 
 
@@ -79,8 +81,9 @@ def layer_norm(call: Call) -> Replayed | None:
     )
     value = scaled if bias is None else scaled + wide(bias)
     spread = together(error, stored(call, value))
+    reach = None
     if is_narrow(call):
         spread = together(spread, stored(call, scaled, 2))
-    first = np.abs(gain) * half_spacing(call, normed)
-    reach = reach_of(call, value, error, first, half_spacing(call, scaled, first))
+        first = np.abs(gain) * half_spacing(call, normed)
+        reach = reach_of(call, value, error, first, half_spacing(call, scaled, first))
     return Replayed(value, spread, f"{call.op} K={x.shape[-1]} {call.dtype}", reach)

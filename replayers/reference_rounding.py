@@ -24,6 +24,12 @@ ROUNDING: Final = 1 / math.sqrt(3)
 LARGEST: Final = 6.0
 """Spreads that no error of many small ones exceeds: once in 1e9 for normal errors."""
 
+_LOWEST: Final = {
+    "float16": 2.0**-25,
+    "float32": float(np.finfo(np.float32).tiny),
+    "float64": float(np.finfo(np.float64).tiny),
+}
+
 _SINGLE: Final = unit_roundoff("float32")
 
 
@@ -47,7 +53,9 @@ def stored(call: Call, value: Floats, times: float = 1.0) -> Floats:
 
     Below the smallest normal number the spacing is constant, or values are flushed to zero.
     """
-    result: Floats = math.sqrt(times) * ROUNDING * storage(call) * np.abs(value) + _lowest(call)
+    result: Floats = np.abs(value)
+    result *= math.sqrt(times) * ROUNDING * storage(call)
+    result += _lowest(call)
     return result
 
 
@@ -84,17 +92,19 @@ def reach_of(call: Call, value: Floats, spread: Floats, *roundings: Floats) -> F
 
 
 def _lowest(call: Call) -> float:
-    if call.dtype == "float16":
-        return 2.0**-25
-    return float(np.finfo(np.float64 if call.dtype == "float64" else np.float32).tiny)
+    return _LOWEST.get(call.dtype, _LOWEST["float32"])
 
 
 def together(*spreads: Floats) -> Floats:
     """Spread of the sum of independent errors."""
-    total = spreads[0] ** 2
+    total = np.square(spreads[0])
     for spread in spreads[1:]:
-        total = total + spread**2
-    return np.sqrt(total)
+        squares = np.square(spread)
+        if squares.shape == total.shape:
+            total += squares
+        else:
+            total = total + squares
+    return np.sqrt(total, out=total) if total.ndim else np.sqrt(total)
 
 
 def wide(array: NDArray[Any]) -> Floats:

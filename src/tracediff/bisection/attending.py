@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.bisection.relation import Attempt, Inputs, Relation
+from tracediff.compare.places import evenly
 from tracediff.events import Pair
 
 Array = NDArray[Any]
@@ -82,7 +83,7 @@ def _tried(
     affordable = max(_FEW, _PRODUCTS // (batch * width * choice[1].arrays[0].shape[2]))
     found = None
     for limit in (_FEW, affordable):
-        rows = places[np.unique(np.linspace(0, places.size - 1, limit).astype(int))]
+        rows = places[evenly(places.size, limit)]
         inputs = _inputs(choice, masks, rows, 0), _inputs(choice, masks, rows, 1)
         found = _on_rows(attempt, choice, scale, inputs, rank, rows, counts)
         if found is None:

@@ -23,6 +23,7 @@ from tracediff.bisection.memory import Memory
 from tracediff.bisection.recompute import operand_roundoff
 from tracediff.bisection.trial import side
 from tracediff.compare.figures import unit_roundoff
+from tracediff.compare.places import evenly
 from tracediff.events import ROOT, Event
 from tracediff.replaying import Call, Floats, Replayed, Replayer
 from tracediff.trace import Trace
@@ -247,8 +248,7 @@ class Backward:
     ) -> Part | None:
         """A call's input that is made of the output and another value between modules."""
         given = self._ins[key]
-        whole = _pick(self._trace.array(given), given.shape, _few(given.shape))
-        own = self._few_rows(output)
+        whole, own = self._few_rows(given), self._few_rows(output)
         for other in self._partners(parent, given, output):
             partner = self._few_rows(other)
             found = next(slopes.of_two(whole, own, partner, self._reference), None)
@@ -340,11 +340,17 @@ def summed(parts: Sequence[Part]) -> Floats:
 
 def together(parts: Sequence[Part], dtype: str) -> Part:
     """The sum of what several users pass back: each sum of two is stored."""
-    value, variance = parts[0].value, parts[0].spread ** 2
+    value, variance = parts[0].value, np.square(parts[0].spread)
     for part in parts[1:]:
         value = value + part.value
-        variance = variance + part.spread**2 + (unit_roundoff(dtype) * value) ** 2 / 3
-    return Part(value, np.sqrt(variance), tuple(call for part in parts for call in part.calls))
+        if part.spread.any():
+            variance += np.square(part.spread)
+        stored = unit_roundoff(dtype) * value
+        stored *= stored
+        stored /= 3
+        variance += stored
+    spread = np.sqrt(variance, out=variance)
+    return Part(value, spread, tuple(call for part in parts for call in part.calls))
 
 
 def _outermost(keys: Iterator[Key]) -> Iterator[Key]:
@@ -375,5 +381,4 @@ def _shape(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:
 
 
 def _few(shape: tuple[int, ...]) -> NDArray[np.intp]:
-    count = math.prod(shape[:-1])
-    return np.unique(np.linspace(0, count - 1, min(_SAMPLE, count)).astype(np.intp))
+    return evenly(math.prod(shape[:-1]), _SAMPLE)

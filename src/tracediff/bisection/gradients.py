@@ -22,8 +22,13 @@ from tracediff.bisection.held import Finding, finding, held
 from tracediff.bisection.memory import Memory
 from tracediff.bisection.recompute import reference
 from tracediff.bisection.trial import Counts, Values, norm
+from tracediff.compare.places import evenly
 from tracediff.events import Event, Pair
+from tracediff.replaying import Floats
 from tracediff.trace import Trace
+
+Choice = tuple[Key, Key] | None
+"""The call on each side whose gradient the rest of another one may be."""
 
 _FEW: Final = 8
 """Rows of a gradient that are looked at where nothing looks wrong."""
@@ -116,43 +121,50 @@ class Gradients:
             parts, keys = side.of_output(event, rows)
             known.append(parts)
             rests.append(keys)
-        best: list[list[Part] | None] = [None, None]
-        closest = math.inf
         wide = [value.astype(np.float64, copy=False) for value in values]
         scales = [norm(value.reshape(-1)) or 1.0 for value in wide]
+        sums = [summed(parts) if parts else None for parts in known]
         on_target = set(rests[1])
-        choices: list[tuple[Key, Key] | None] = [None]
+        choices: list[Choice] = [None]
         choices += [(k, t) for k in rests[0] if (t := self._partner.get(k)) in on_target and t]
+        best: list[Part | None] = [None, None]
+        closest, chosen = math.inf, choices[0]
         for choice in choices:
-            found = [self._with_rest(which, known[which], choice, rows) for which in (0, 1)]
-            if not found[0] or not found[1]:
+            totals = [self._total(which, sums[which], choice, rows) for which in (0, 1)]
+            sides = zip(wide, scales, totals, strict=True)
+            apart = [
+                _distance(value, scale, total) for value, scale, total in sides if total is not None
+            ]
+            if len(apart) < 2:
                 continue
-            sides = zip(wide, scales, found, strict=True)
-            distance = min(_distance(value, scale, parts) for value, scale, parts in sides if parts)
+            distance = min(apart)
             if distance < closest:
-                best, closest = [*found], distance
-        events = _events(pair)
-        return [
-            together(parts, event.dtype) if parts else None
-            for parts, event in zip(best, events, strict=True)
-        ]
+                closest, chosen = distance, choice
+        if closest < math.inf:
+            for which, event in enumerate(_events(pair)):
+                parts = [*known[which], *self._rest(which, chosen, rows)]
+                best[which] = together(parts, event.dtype)
+        return best
 
-    def _with_rest(
-        self, which: int, known: list[Part], choice: tuple[Key, Key] | None, rows: Rows
-    ) -> list[Part] | None:
-        parts = list(known)
-        if choice is not None:
-            rest = self._passes[which].gradient_at(choice[which], rows)
-            if rest is None:
-                return None
-            wide = rest.astype(np.float64)
-            parts.append(Part(wide, np.zeros(wide.shape), (choice[which],)))
-        return parts
+    def _total(self, which: int, known: Floats | None, choice: Choice, rows: Rows) -> Floats | None:
+        """The sum of the known parts and the rest; None where there is nothing or it is not known.
+        Its spread nobody asks for yet."""
+        rest = self._rest(which, choice, rows)
+        if choice is not None and not rest:
+            return None
+        for part in rest:
+            known = part.value if known is None else known + part.value
+        return known
+
+    def _rest(self, which: int, choice: Choice, rows: Rows) -> list[Part]:
+        rest = None if choice is None else self._passes[which].gradient_at(choice[which], rows)
+        if choice is None or rest is None:
+            return []
+        exact = np.broadcast_to(np.zeros(()), rest.shape)
+        return [Part(rest.astype(np.float64), exact, (choice[which],))]
 
 
-def _distance(value: NDArray[Any], scale: float, parts: Sequence[Part]) -> float:
-    """Of a value from the sum of some parts, whose spread nobody asks for yet."""
-    total = summed(parts)
+def _distance(value: NDArray[Any], scale: float, total: Floats) -> float:
     if value.shape != total.shape:
         return math.inf
     return norm((value - total).reshape(-1)) / scale
@@ -177,4 +189,4 @@ def _few_rows(pair: Pair, shape: tuple[int, ...], counts: Counts) -> Rows:
         rows = rows[np.broadcast_to(counts, shape).any(axis=-1).reshape(-1)]
     if rows.size <= _FEW or (pair.baseline.site.port == "grad" and len(shape) != 2):
         return None
-    return rows[np.unique(np.linspace(0, rows.size - 1, _FEW).astype(np.intp))]
+    return rows[evenly(rows.size, _FEW)]

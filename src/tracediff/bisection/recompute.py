@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from tracediff import stacks
 from tracediff.bisection.trial import Counts, Trial, Values, norm, side
+from tracediff.compare.places import evenly
 from tracediff.replaying import Call, Floats, Replayed, Replayer
 
 Calls = tuple[Call, Call]
@@ -22,6 +24,10 @@ _FEW: Final = 8
 
 _KEPT: Final = 1 << 22
 """Random numbers that are kept for a second perturbation of the same inputs."""
+
+_SMALL: Final = (1 << 20) - 1
+_LEAST: Final = (1 << 16) - 1
+"""Random numbers that are kept for other inputs, at most, and drawn for that, at least."""
 
 _Name = tuple[str, str]
 
@@ -78,7 +84,7 @@ def on_few_rows(calls: Calls, values: Values, counts: Counts) -> tuple[Calls, Va
         rows = rows[np.broadcast_to(counts, shape).any(axis=-1).reshape(-1)]
     if not rows.size:
         return None
-    rows = rows[np.unique(np.linspace(0, rows.size - 1, _FEW).astype(int))]
+    rows = rows[evenly(rows.size, _FEW)]
 
     def pick(array: NDArray[Any]) -> NDArray[Any]:
         picked: NDArray[Any] = array.reshape(-1, array.shape[-1])[rows]
@@ -106,15 +112,22 @@ def perturbed(call: Call, sizes: Sequence[Mapping[str, float]]) -> list[float | 
     }
     found: list[float | None] = []
     drawn: dict[tuple[_Name, ...], list[Floats]] = {}
+    scales: dict[_Name, float] = {}
     for errors in sizes:
         moves = {name: size for name, a in given.items() if (size := _size(name, a, errors))}
+        if not moves:
+            found.append(0.0)
+            continue
+        moved = dict(given)
         names = tuple(moves)
         directions = drawn.get(names) or _directions([given[name] for name in names])
         if sum(direction.size for direction in directions) <= _KEPT:
             drawn[names] = directions
-        moved = dict(given)
         for name, direction in zip(names, directions, strict=True):
-            moved[name] = _moved(given[name], moves[name], direction)
+            wide = given[name].astype(np.float64)
+            if name not in scales:
+                scales[name] = _root_mean_square(wide)
+            moved[name] = wide + moves[name] * scales[name] * direction
         after = replay(
             replace(
                 call,
@@ -138,16 +151,30 @@ def _size(name: _Name, array: NDArray[Any], errors: Mapping[str, float]) -> floa
 
 
 def _directions(arrays: Sequence[NDArray[Any]]) -> list[Floats]:
-    generator = np.random.default_rng(0)
-    return [generator.standard_normal(array.shape) for array in arrays]
+    """Random numbers of the shapes of some arrays, the same in every call."""
+    total = sum(array.size for array in arrays)
+    small = total <= _SMALL
+    drawn = _drawn_before(1 << max(_LEAST, total).bit_length()) if small else _drawn(total)
+    ends = list(accumulate((array.size for array in arrays), initial=0))
+    return [
+        drawn[start:end].reshape(array.shape)
+        for array, (start, end) in zip(arrays, pairwise(ends), strict=True)
+    ]
 
 
-def _moved(array: NDArray[Any], size: float, direction: Floats) -> Floats:
-    wide = array.astype(np.float64)
-    finite = np.isfinite(wide)
-    scale = math.sqrt(float(np.mean(np.square(wide[finite])))) if finite.any() else 0.0
-    moved: Floats = wide + size * scale * direction
-    return moved
+def _drawn(count: int) -> Floats:
+    """The first numbers of a sequence that is always the same."""
+    return np.random.default_rng(0).standard_normal(count)
+
+
+_drawn_before = lru_cache(maxsize=4)(_drawn)
+
+
+def _root_mean_square(array: Floats) -> float:
+    """Of the elements that are finite."""
+    finite = np.isfinite(array)
+    some = array.reshape(-1) if finite.all() else array[finite]
+    return math.sqrt(float(np.mean(np.square(some)))) if some.size else 0.0
 
 
 def _together(calls: Calls, settings: Mapping[str, Any]) -> tuple[Replayed, Replayed] | None:

@@ -34,11 +34,11 @@ from tracediff.bisection.recompute import (
 from tracediff.bisection.relation import Attempt, Relation
 from tracediff.bisection.relations import relations
 from tracediff.bisection.ruling import Ruling
-from tracediff.bisection.trial import Counts, Trial, Values, limit, side
+from tracediff.bisection.trial import Counts, Trial, Values, counted, limit, norm, side
 from tracediff.bisection.views import around
 from tracediff.compare import settings as settings_of
 from tracediff.events import Event, Pair
-from tracediff.replaying import Call, Replayed
+from tracediff.replaying import Call
 from tracediff.trace import Trace
 from tracediff.verdict import Bound
 
@@ -201,10 +201,10 @@ def _ruling(trial: Trial, derivation: str, call: Call) -> Ruling:
 
 def _copied(source: Pair, values: Values, counts: Counts) -> Ruling:
     """The value of another pair: it is as far apart as that one."""
-    none = np.zeros(values[0].shape)
-    a, b = (side(value, Replayed(value, none, "copy"), counts) for value in values)
-    within = Trial((a, b)).explained(0.0)
-    bound = Bound(rel_l2=within, derivation=f"copy of {source.baseline.site}")
+    a, b = (counted(value, counts) for value in values)
+    bound = Bound(
+        rel_l2=norm(a - b) / (norm(a) or 1.0), derivation=f"copy of {source.baseline.site}"
+    )
     call = Call(op="copy", inputs={"in": values[0]}, settings=_NO_CUT, dtype=values[0].dtype.name)
     return Ruling(True, bound, call, 0.0, 1.0, sources={"in": source})
 
@@ -212,15 +212,14 @@ def _copied(source: Pair, values: Values, counts: Counts) -> Ruling:
 def _by_relation(relation: Relation) -> Ruling:
     """What a relation says: it holds on both sides, or one of them broke it."""
     trial = relation.trial
-    found = replace(
-        _ruling(trial, relation.derivation, relation.call),
-        within=all(trial.holding),
-        sources=relation.sources,
+    within = all(trial.holding)
+    bound = Bound(
+        rel_l2=trial.explained(0.0 if within else trial.ratio), derivation=relation.derivation
     )
-    if found.within:
-        return replace(
-            found, bound=Bound(rel_l2=trial.explained(0.0), derivation=relation.derivation)
-        )
+    spreads = limit(trial.sides[0].rows)
+    found = Ruling(within, bound, relation.call, trial.rounding, spreads, sources=relation.sources)
+    if within:
+        return found
     distances = {
         f"distance_{name}": of.distance for name, of in zip(_SIDES, trial.sides, strict=True)
     }

@@ -7,6 +7,7 @@ all elements that count, describes it. Two random tensors do not satisfy one by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from tracediff.bisection import attending
 from tracediff.bisection.flow import Flow
 from tracediff.bisection.relation import Attempt, Relation
+from tracediff.compare.places import evenly
 from tracediff.events import Event, Pair
 
 Array = NDArray[Any]
@@ -118,31 +120,33 @@ def _plan(views: Sequence[View]) -> Iterator[_Operation]:
 def _sample(attempt: Attempt) -> tuple[NDArray[np.intp], ...]:
     """Indices of a few elements that count, spread over all of them."""
     shape, counts = attempt.values[0].shape, attempt.counts
-    keep = np.ones(shape, bool) if counts is None else np.broadcast_to(counts, shape)
-    places = np.flatnonzero(keep)
-    if places.size:
-        places = places[np.unique(np.linspace(0, places.size - 1, _SAMPLE).astype(int))]
+    if counts is None:
+        places = evenly(math.prod(shape), _SAMPLE)
+    else:
+        places = np.flatnonzero(np.broadcast_to(counts, shape))
+        places = places[evenly(places.size, _SAMPLE)]
     return np.unravel_index(places, shape)
 
 
 def _rows(attempt: Attempt) -> Any:
     """Index of all elements, or of rows of those that count where a part of them will do."""
     shape, counts = attempt.values[0].shape, attempt.counts
-    if not attempt.spot or np.prod(shape) <= _ENOUGH:
+    if not attempt.spot or math.prod(shape) <= _ENOUGH:
         return ...
-    keep = np.ones(shape, bool) if counts is None else np.broadcast_to(counts, shape)
-    rows = np.flatnonzero(keep.all(axis=-1))
+    rows = np.arange(math.prod(shape[:-1]))
+    if counts is not None:
+        rows = np.flatnonzero(np.broadcast_to(counts, shape).all(axis=-1))
     if not rows.size:
         return ...
-    chosen = np.linspace(0, rows.size - 1, max(1, _ENOUGH // shape[-1])).astype(int)
-    return np.unravel_index(rows[np.unique(chosen)], shape[:-1])
+    chosen = rows[evenly(rows.size, max(1, _ENOUGH // shape[-1]))]
+    return np.unravel_index(chosen, shape[:-1])
 
 
 def _laid_out(array: Array, shape: tuple[int, ...]) -> Array | None:
     """The array in this shape; heads may be split off, and moved before the sequence."""
     if array.shape == shape:
         return array
-    if array.size != np.prod(shape) or len(shape) != 4:
+    if array.size != math.prod(shape) or len(shape) != 4:
         return None
     batch, first, second, last = shape
     if array.shape == (batch, first, second * last):

@@ -8,18 +8,24 @@ dtype, and random values do not fit by chance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.compare.figures import unit_roundoff
+from tracediff.compare.places import evenly
 from tracediff.replaying import Call, Floats, Replayer
 
 Array = NDArray[Any]
 Slope = Callable[[Array, Array], tuple[Floats, Floats]]
 """Given both values: the factor that the gradient of their combination gets, and its error."""
+
+_TINY: Final = float(np.finfo(np.float32).tiny)
+
+_PROBE: Final = 16
+"""Elements that are tried before the others."""
 
 _ACTIVATIONS: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("SiLU", {}),
@@ -33,45 +39,77 @@ class Part:
 
     def __init__(self, array: Array, reference: Replayer) -> None:
         self.wide: Floats = array.astype(np.float64)
-        self._array = array
+        self.array = array
         self._reference = reference
         self._activated: dict[int, tuple[Floats, Floats]] = {}
 
     def activated(self, which: int) -> tuple[Floats, Floats]:
         """By one of `_ACTIVATIONS`, see `_activated`."""
         if which not in self._activated:
-            found = _activated(*_ACTIVATIONS[which], self._reference, self._array)
+            found = _activated(*_ACTIVATIONS[which], self._reference, self.array)
             self._activated[which] = found
         return self._activated[which]
 
+    @cached_property
+    def probe(self) -> Part:
+        """A few of the elements: what does not fit shows on nearly any."""
+        flat = self.array.reshape(-1)
+        return Part(flat[evenly(flat.size, _PROBE)], self._reference)
 
-def of_two(whole: Array, own: Part, other: Part, reference: Replayer) -> Iterator[Slope]:
+
+_Made = Callable[[Part, Part], tuple[Floats, Floats]]
+"""Given two parts: what is made of them, and the size of its rounding errors."""
+
+
+def of_two(whole: Part, own: Part, other: Part, reference: Replayer) -> Iterator[Slope]:
     """How `whole` can be made of two values, with respect to `own`, activations left out."""
-    x, y = own.wide, other.wide
-    if _matches(whole, x + y, np.abs(x) + np.abs(y)):
+    if _fits(whole, own, other, _sum):
         yield lambda a, b: (np.ones(a.shape), np.zeros(a.shape))
-    if _matches(whole, x * y, np.abs(x * y)):
+    if _fits(whole, own, other, _product):
         yield lambda a, b: (b.astype(np.float64), np.zeros(a.shape))
     for which, (op, settings) in enumerate(_ACTIVATIONS):
-        value, scale = other.activated(which)
-        if _matches(whole, x * value, np.abs(x) * scale):
+        if _fits(whole, other, own, partial(_gated, which)):
             yield partial(_by_activated, op, settings, reference)
 
 
-def of_activated(whole: Array, own: Part, other: Part, reference: Replayer) -> Iterator[Slope]:
+def of_activated(whole: Part, own: Part, other: Part, reference: Replayer) -> Iterator[Slope]:
     """How `whole` can be made of an activation of `own`, alone or times `other`."""
-    y = other.wide
     for which, (op, settings) in enumerate(_ACTIVATIONS):
-        value, scale = own.activated(which)
-        if _matches(whole, value, scale):
+        if _fits(whole, own, other, partial(_activation, which)):
             yield partial(_alone, op, settings, reference)
-        if _matches(whole, value * y, scale * np.abs(y)):
+        if _fits(whole, own, other, partial(_gated, which)):
             yield partial(_through, op, settings, reference)
 
 
-def _matches(whole: Array, value: Floats, scale: Floats) -> bool:
-    roundoff, tiny = 4 * unit_roundoff(whole.dtype.name), float(np.finfo(np.float32).tiny)
-    return bool(np.all(np.abs(whole.astype(np.float64) - value) <= roundoff * scale + tiny))
+def _sum(own: Part, other: Part) -> tuple[Floats, Floats]:
+    return own.wide + other.wide, np.abs(own.wide) + np.abs(other.wide)
+
+
+def _product(own: Part, other: Part) -> tuple[Floats, Floats]:
+    value = own.wide * other.wide
+    return value, np.abs(value)
+
+
+def _activation(which: int, own: Part, other: Part) -> tuple[Floats, Floats]:
+    return own.activated(which)
+
+
+def _gated(which: int, own: Part, other: Part) -> tuple[Floats, Floats]:
+    value, scale = own.activated(which)
+    return value * other.wide, scale * np.abs(other.wide)
+
+
+def _fits(whole: Part, own: Part, other: Part, made: _Made) -> bool:
+    """Whether `whole` is what is made of two parts. On single elements, functions may round
+    otherwise than on many."""
+    if not _matches(whole.probe, *made(own.probe, other.probe), slack=2.0):
+        return False
+    return _matches(whole, *made(own, other))
+
+
+def _matches(whole: Part, value: Floats, scale: Floats, slack: float = 1.0) -> bool:
+    roundoff = 4 * unit_roundoff(whole.array.dtype.name) * slack
+    return bool((np.abs(whole.wide - value) <= roundoff * scale + _TINY).all())
 
 
 def _activated(

@@ -65,25 +65,25 @@ class Side:
 
 
 def side(out: NDArray[Any], replayed: Replayed, counts: Counts = None) -> Side:
-    keep = None if counts is None else np.broadcast_to(counts, out.shape)
-
-    def counted(array: NDArray[Any]) -> Floats:
-        wide = array.astype(np.float64, copy=False)
-        return wide.reshape(-1) if keep is None else wide[keep]
-
     return Side(
-        counted(out),
-        counted(replayed.value),
-        counted(replayed.spread),
-        None if replayed.reach is None else counted(replayed.reach),
-        max(1, _count_rows(out.shape, keep)),
+        counted(out, counts),
+        counted(replayed.value, counts),
+        counted(replayed.spread, counts),
+        None if replayed.reach is None else counted(replayed.reach, counts),
+        max(1, _count_rows(out.shape, counts)),
     )
 
 
-def _count_rows(shape: tuple[int, ...], keep: Counts) -> int:
-    if keep is None or not shape:
+def counted(array: NDArray[Any], counts: Counts) -> Floats:
+    """The elements that count, flat."""
+    wide = array.astype(np.float64, copy=False)
+    return wide.reshape(-1) if counts is None else wide[np.broadcast_to(counts, array.shape)]
+
+
+def _count_rows(shape: tuple[int, ...], counts: Counts) -> int:
+    if counts is None or not shape:
         return math.prod(shape[:-1])
-    return int(keep.any(axis=-1).sum())
+    return int(np.broadcast_to(counts, shape).any(axis=-1).sum())
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,8 @@ class Trial:
     @property
     def is_described(self) -> bool:
         """Whether the formula is nearer to one of them than they are to each other."""
-        spread = self._scale
-        distances = (s.off for s in self.sides)
-        return min(distances) <= max(self._apart, _LARGEST * spread)
+        nearest = min(s.off for s in self.sides)
+        return nearest <= self._apart or nearest <= _LARGEST * self._scale
 
     @cached_property
     def ratio(self) -> float:
@@ -157,10 +156,13 @@ def ratio(error: Floats, spread: Floats, rows: int) -> float:
     if not error.size:
         return 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
-        quotients = np.abs(error) / spread
-        quotients[error == 0] = 0.0
+        quotients = np.abs(error)
+        quotients /= spread
         largest = quotients.max()  # several times as quick as `nanmax`, and NaN if there is one
-        largest = (np.nanmax(quotients) if np.isnan(largest) else largest) / _LARGEST
+        if np.isnan(largest):
+            quotients[error == 0] = 0.0  # also where the spread is
+            largest = np.nanmax(quotients)
+        largest /= _LARGEST
     scale = norm(spread)
     mean = norm(error) / (limit(rows) * scale) if scale else 0.0
     return max(float(largest), mean)

@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.compare.places import evenly
+
 _DIMENSIONS: Final = 5
 """Most dimensions whose orders are all tried: 120."""
 
@@ -66,7 +68,7 @@ def find_layout(a: NDArray[Any], b: NDArray[Any]) -> Layout | None:
     plain = Layout("same" if a.shape == b.shape else "reshape", b.shape, _identity(b.ndim), a.shape)
     if not a.size:
         return plain
-    places = np.unique(np.linspace(0, a.size - 1, _SAMPLE).astype(np.int64))
+    places = evenly(a.size, _SAMPLE)
     wanted = a.reshape(-1)[places].astype(np.float64)
     flat = b.reshape(-1)
 
