@@ -56,6 +56,7 @@ def test_losses_weights_and_generator_are_bit_identical_with_and_without(
     assert np.array_equal(np.array(mx.random.state[0]), state)
 
 
+@pytest.mark.usefixtures("imports_in_sight")
 def test_two_recordings_of_one_job_have_the_same_digests(record: Callable[..., Recording]) -> None:
     first, second = record(fine_tune), record(fine_tune)
     assert len(first.events) > 400
