@@ -19,6 +19,11 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_out_of_sight() -> None:
+    """In each file anew, as frameworks import parts of themselves when they are first needed."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,5 @@
-"""Traces of level `op` written by hand: operations computed in NumPy, as any stack would."""
+"""Traces of level `op`: written by hand, operations computed in NumPy as any stack would; and
+look-ups in those of recorders."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.events import Run
+from tracediff.events import Event, Run
 from tracediff.policy import Policy
 from tracediff.tape import Tape
 from tracediff.trace import TraceWriter
@@ -82,3 +83,27 @@ class Stack:
             inputs=inputs,
             attributes={"level": "op", "canonical": name, **facts},
         )
+
+
+# ---- recorded ------------------------------------------------------------------------------------
+
+
+def operations(trace: Any, phase: str = "", leaves: bool = False) -> list[Event]:
+    return [
+        event
+        for event in trace.events
+        if event.attributes.get("level") == "op"
+        and phase in ("", event.site.phase)
+        and (leaves or not event.attributes.get("leaf"))
+    ]
+
+
+def names(trace: Any, phase: str = "") -> list[str]:
+    return [event.attributes["canonical"] for event in operations(trace, phase)]
+
+
+def sources(trace: Any, event: Event) -> list[str]:
+    """Canonical names (of leaves, their own) of what an event was computed from."""
+    by_order = {e.order: e for e in trace.events if e.site.step == event.site.step}
+    inputs = [by_order[order] for order in event.inputs]
+    return [e.attributes.get("name") or e.attributes["canonical"] for e in inputs]

@@ -115,3 +115,27 @@ def fine_tune(steps: int = 2, micro_batches: int = 2) -> tuple[list[float], list
             losses.append(model(input_ids=ids, labels=ids).loss.item())
         model.train()
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+class Function(nn.Module):
+    """A function of x and one parameter, as a model."""
+
+    def __init__(self, function: Callable[..., Any], weight: Any = None) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(3) if weight is None else weight)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, self.weight)
+
+
+def forward(record: Callable[..., Recording], function: Callable[..., Any], x: Any) -> Recording:
+    model = Function(function)
+
+    def job() -> None:
+        model(x)
+
+    return record(job, "op")
+
+
+X = torch.arange(6.0).reshape(2, 3) - 2

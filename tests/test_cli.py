@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.commands import HIDDEN, Cli, build, one_line, runner
 from tracediff import bisection, session
-from tracediff.cli import main
-from tracediff.cli.output import write
 from tracediff.errors import RulesError, ScriptError
 from tracediff.events import Run
-from tracediff.recording import Policy, Tape
-from tracediff.trace import TraceWriter
 from tracediff.verdict import Verdict
-
-HIDDEN = "0/forward/model.hidden#0:out"
-
-
-def build(
-    path: Path, *, scale: float = 1.0, steps: int = 2, level: str = "module", name: str = "hidden"
-) -> Path:
-    """A trace of a model with one layer, whose output is `scale` times what it should be."""
-    run = Run(stack="pytorch", argv=("train.py",), level=level, versions={"torch": "0"})
-    random = np.random.default_rng(0)
-    with TraceWriter(path, run) as writer:
-        tape = Tape(writer, Policy(level=level))
-        tape.emit_settings({"python.version": "3.11"})
-        for _ in range(steps):
-            tape.start_step()
-            tape.emit_batch("input_ids", np.arange(12).reshape(2, 6), 0)
-            values = random.standard_normal((2, 6, 8)).astype(np.float32)
-            layer = tape.enter(f"model.{name}", "Linear", source="train.py:7")
-            tape.emit_in(layer, "in", values)
-            tape.emit_out(layer, "out", 2 * values * np.float32(scale))
-            tape.exit(layer)
-            tape.advance()
-    return path
 
 
 @pytest.fixture
@@ -63,25 +32,8 @@ def drifted(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command in this process and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return (code, *capfd.readouterr())
-
-    return run
-
-
-Cli = Callable[..., tuple[int, str, str]]
-
-
-def one_line(text: str) -> str:
-    """The only line of stderr, which names the program."""
-    (line,) = text.splitlines()
-    assert line.startswith("tracediff: ")
-    return line
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+    return runner(capfd)
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, verdict: Verdict) -> None:
@@ -261,130 +213,6 @@ def test_version(cli: Cli) -> None:
     assert re.fullmatch(r"tracediff \S+ \((native|numpy) kernels\)\n", out)
 
 
-# ---- diff, show, verify, stacks ----------------------------------------------------------------
-
-
-def test_diff_lists_every_site(cli: Cli, baseline: Path, drifted: Path) -> None:
-    code, out, _ = cli("diff", baseline, drifted)
-    marks = {
-        line.split()[2]: line.split()[1] for line in out.splitlines() if line[:1] in ("✓", "✗", "≈")
-    }
-    assert code == 1
-    assert marks["0/forward/model.hidden#0:in"] == "identical"
-    assert marks[HIDDEN] == marks["1/forward/model.hidden#0:out"] == "diverged"
-    assert next(line for line in out.splitlines() if HIDDEN in line).split()[6] == "introduced"
-    assert "7 sites compared, 2 diverged, 0 unmatched" in out
-
-
-def test_diff_keeps_long_names_whole_in_a_pipe(cli: Cli, tmp_path: Path) -> None:
-    name = ".".join(f"block_{i}" for i in range(40))
-    paths = [build(tmp_path / f"{side}.zarr", name=name, steps=1) for side in "ab"]
-    code, out, _ = cli("diff", *paths)
-    assert code == 0
-    assert f"0/forward/model.{name}#0:out" in out
-
-
-def test_diff_of_one_stage_and_step(cli: Cli, baseline: Path, drifted: Path) -> None:
-    code, out, _ = cli("diff", baseline, drifted, "--stage", "forward", "--step", 1, "--json", "-")
-    assert code == 1
-    assert [row["site"] for row in json.loads(out)["sites"]] == [
-        "1/forward/model.hidden#0:in",
-        "1/forward/model.hidden#0:out",
-    ]
-    assert cli("diff", baseline, drifted, "--stage", "rendering")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--stage", "forwards"], "--stage 'forwards' is unknown: use one of environment"),
-        (["--stage", "forward", "--step", "9"], "stage forward at step 9"),
-    ],
-)
-def test_diff_of_what_is_not_there(
-    cli: Cli, baseline: Path, same: Path, options: list[str], said: str
-) -> None:
-    code, _, err = cli("diff", baseline, same, *options)
-    assert code == 2
-    assert said in one_line(err)
-
-
-def test_show_tells_the_run_and_its_steps(cli: Cli, baseline: Path) -> None:
-    code, out, _ = cli("show", baseline)
-    assert code == 0
-    assert "pytorch" in out
-    assert "finished" in out
-    found = json.loads(cli("show", baseline, "--json", "-")[1])
-    assert found["run"]["argv"] == ["train.py"]
-    assert found["steps"][1] == {"step": 1, "events": {"rendering": 1, "forward": 2}}
-
-
-def test_a_strangers_manifest_does_not_act_on_the_terminal(cli: Cli, tmp_path: Path) -> None:
-    run = Run(
-        stack="py\x1b[2J", argv=("train.py", "[red]\x1b]0;x\x07"), versions={"a\u202e": "\r1"}
-    )
-    with TraceWriter(tmp_path / "t.zarr", run) as writer:
-        writer.add_note("\x1b[31mred")
-    code, out, _ = cli("show", tmp_path / "t.zarr")
-    assert code == 0
-    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(out)
-    assert "[red]" in out
-
-
-def test_show_of_a_site_has_its_values_and_where_they_came_from(cli: Cli, baseline: Path) -> None:
-    (event,) = json.loads(cli("show", baseline, HIDDEN, "--json", "-")[1])["events"]
-    inputs = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
-    np.testing.assert_array_equal(np.float32(event["values"]), 2 * inputs)
-    assert event["fingerprint"]["l2"] == pytest.approx(np.linalg.norm(2 * inputs))
-    assert event["inputs"] == ["0/forward/model.hidden#0:in"]
-    assert (event["op"], event["source"]) == ("Linear", "train.py:7")
-    assert "train.py:7" in cli("show", baseline, HIDDEN)[1]
-
-
-def test_show_of_a_part_of_a_site_lists_all_of_them(cli: Cli, baseline: Path) -> None:
-    code, out, _ = cli("show", baseline, "hidden#0:out")
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[1:]] == [
-        HIDDEN,
-        "1/forward/model.hidden#0:out",
-    ]
-
-
-def test_show_says_where_no_values_were_kept(cli: Cli, tmp_path: Path) -> None:
-    path = build(tmp_path / "digests.zarr", level="digest")
-    assert "no values were kept" in cli("show", path, HIDDEN)[1]
-
-
-def test_show_of_no_site_names_the_closest(cli: Cli, baseline: Path) -> None:
-    code, _, err = cli("show", baseline, "0/forward/model.hiden#0:out")
-    assert code == 2
-    assert f"the closest is '{HIDDEN}'" in one_line(err)
-
-
-def test_verify(cli: Cli, baseline: Path) -> None:
-    code, out, _ = cli("verify", baseline)
-    assert code == 0
-    assert out.startswith("✓ SOUND")
-    segment = baseline / "segments" / "0" / "00000001.zip"
-    content = bytearray(segment.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    segment.write_bytes(content)
-    code, out, _ = cli("verify", baseline)
-    assert code == 1
-    assert out.startswith("✗ DAMAGED")
-    assert "00000001.zip" in out
-    found = json.loads(cli("verify", baseline, "--json", "-")[1])
-    assert (found["sound"], found["steps"]) == (False, 2)
-
-
-def test_stacks_lists_what_can_be_recorded(cli: Cli) -> None:
-    code, out, _ = cli("stacks")
-    assert code == 0
-    assert {"pytorch", "mlx"} <= {line.split()[0] for line in out.splitlines()}
-    names = {stack["name"] for stack in json.loads(cli("stacks", "--json", "-")[1])}
-    assert {"pytorch", "mlx"} <= names
-
-
 # ---- record ------------------------------------------------------------------------------------
 
 
@@ -422,78 +250,3 @@ def test_a_script_that_raises_ends_with_one_line(cli: Cli, monkeypatch: pytest.M
     code, _, err = cli("record", "-o", "t.zarr", "train.py")
     assert code == 2
     assert one_line(err).endswith("ValueError: no data (train.py:3)")
-
-
-# ---- output ------------------------------------------------------------------------------------
-
-
-def test_a_file_that_cannot_be_completed_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "v.json"
-    path.write_text("old")
-
-    def full(self: Path, text: str, **_: Any) -> int:
-        self.touch()
-        raise OSError(28, "No space left on device", str(self))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match="No space"):
-            write(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_link_to_a_file_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    write(tmp_path / "link", "text")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real").read_text() == "text"
-
-
-def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write(pipe, "text")
-    assert os.read(reader, 10) == b"text"
-    os.close(reader)
-    assert pipe.is_fifo()
-
-
-def tracediff(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    program = "import sys; from tracediff.cli import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("options", [[], ["--json", "-"]])
-def test_a_reader_that_leaves_is_no_error_and_no_divergence(
-    baseline: Path, drifted: Path, options: list[str]
-) -> None:
-    with tracediff("bisect", baseline, drifted, *options) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 141
-
-
-def test_a_terminal_without_our_characters_gets_others(baseline: Path, drifted: Path) -> None:
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
-    with tracediff("bisect", baseline, drifted, env=environment) as process:
-        out, err = process.communicate()
-    assert (process.returncode, err) == (1, b"")
-    assert out.startswith(b"X DIVERGED")
-
-
-def test_no_colour_where_it_is_not_wanted(baseline: Path, drifted: Path) -> None:
-    environment = os.environ | {"NO_COLOR": "1", "FORCE_COLOR": ""}
-    with tracediff("bisect", baseline, drifted, env=environment) as process:
-        out, _ = process.communicate()
-    assert b"\x1b" not in out

@@ -15,7 +15,7 @@ import xarray as xr
 import zarr
 
 import tracediff.trace.zarr_types  # noqa: F401  (registers bfloat16 and float8 with zarr)
-from tests.test_trace_integrity import flip, offset_of, rewrite
+from tests.damage import flip, offset_of, rewrite
 from tracediff.bisection import bisect
 from tracediff.errors import CorruptTraceError
 from tracediff.testing import build_trace

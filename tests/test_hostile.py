@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fuzz import fuzz
-from tests.test_trace_integrity import rewrite
+from tests.damage import rewrite
 from tracediff.bisection import bisect
 from tracediff.errors import CorruptTraceError
 from tracediff.events import STAGE_RANK, Run

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
@@ -20,9 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kernel_values import (
+    BLOCK,
+    ENGINES,
+    exact,
+    layouts,
+    needs_c,
+    same,
+    statistics,
+    used,
+    values,
+)
 from tracediff import kernels
-from tracediff.compare import max_ulp, measure
-from tracediff.compare.figures import one_conversion_apart
+from tracediff.compare import measure
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.summary import (
     FINGERPRINT_FIELDS,
@@ -32,57 +41,15 @@ from tracediff.trace.summary import (
     summary,
 )
 
-BLOCK = kernels.BLOCK
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 SUMS = ("mean", "abs_mean", "l2", "third_moment", "fourth_moment")
 SIZES = (0, 1, 3, 127, 128, 129, 1023, 1024, 1025, 2 * BLOCK, 2 * BLOCK + 131)
 REAL = sorted(name for name, dtype in DTYPES.items() if dtype.kind != "c")
 
-try:
-    with kernels.using("native"):
-        BUILT = True
-except ImportError:
-    BUILT = False
 
-needs_c = pytest.mark.skipif(not BUILT, reason="the C kernels are not built")
-
-
-@pytest.fixture(params=[pytest.param("native", marks=needs_c), "numpy"])
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    with kernels.using(request.param):
-        assert kernels.engine() == request.param
-        yield request.param
-
-
-def values(name: str, size: int, seed: int = 0) -> NDArray[Any]:
-    """Elements of all magnitudes of a dtype: any bits at all in every seventh place."""
-    rng = np.random.default_rng(seed + size)
-    dtype = DTYPES[name]
-    array = (rng.standard_normal(size) * 50).clip(-120, 120)
-    array = (np.abs(array) if dtype.kind in "ub" or "e8m0" in name else array).astype(dtype)
-    array[::7] = np.frombuffer(rng.bytes(size * dtype.itemsize), dtype)[::7]
-    if dtype.kind == "b":
-        array = rng.integers(0, 2, size).astype(bool)
-    array[2::9] = array[2::9] if "e8m0" in name else 0
-    return array
-
-
-def statistics(array: NDArray[Any], full: bool = True) -> dict[str, float]:
-    found = kernels.fingerprint(array, full=full)
-    return dict(zip(kernels.STATISTICS, found, strict=True))
-
-
-def exact(array: NDArray[Any]) -> list[float | int]:
-    """The elements as Python's numbers, by way of no kernel."""
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        wide = array if array.dtype.kind in "iub" else array.astype(np.float64)
-    return [int(x) if isinstance(x, bool) else x for x in wide.tolist()]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bits, where NaN is NaN and zero is zero."""
-    a, b = np.asarray(a, np.float64) + 0.0, np.asarray(b, np.float64) + 0.0
-    return bool(np.array_equal(a, b, equal_nan=True))
+    yield from used(request.param)
 
 
 @needs_c
@@ -207,95 +174,6 @@ def test_distances_are_estimated_wherever_the_differences_lie(
     assert np.abs(np.array(ratios) - 1).max() < 0.18
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int32", "complex64"])
-def test_error_figures_are_those_of_exact_arithmetic(engine: str, name: str, masked: bool) -> None:
-    """Elements of very different sizes from block to block, with NaN and infinities."""
-    rng = np.random.default_rng(5)
-    size = 3 * BLOCK + 77
-    a = rng.standard_normal(size) * np.repeat([1e-3, 1.0, 100.0, 5.0], BLOCK)[:size]
-    b = a * (1 + 1e-2 * rng.standard_normal(size) * (rng.random(size) < 0.5))
-    a, b = a.astype(DTYPES[name]), b.astype(DTYPES[name])
-    if a.dtype.kind not in "iu":
-        a[5], b[5], b[6], b[7], a[7] = np.nan, np.nan, np.inf, -np.inf, -np.inf
-    counts = rng.random(size) < 0.6 if masked else None
-    wide = np.clongdouble if name == "complex64" else np.longdouble
-    wide_a, wide_b = (np.array(x.tolist()).astype(wide) for x in (a, b))
-    used = np.isfinite(wide_a) & np.isfinite(wide_b)
-    nonfinite = int(~used[5]) + int(~used[6]) - 1 if not used.all() else 0
-    used &= counts if counts is not None else True
-    x, y = wide_a[used], wide_b[used]
-    apart = np.abs(x - y)
-    norm = np.sqrt(np.sum(np.abs(x) ** 2))
-    found = measure(a, b, counts)
-    assert found.nonfinite == nonfinite
-    assert found.masked == size - x.size
-    assert found.error.max_abs == apart.max()
-    assert found.error.differing == np.count_nonzero(apart) / x.size
-    assert found.error.rel_l2 == pytest.approx(float(np.sqrt(np.sum(apart**2)) / norm), rel=1e-12)
-    worst = (apart / np.maximum(np.abs(x), norm / np.sqrt(x.size))).max()
-    assert found.error.max_rel == pytest.approx(float(worst), rel=1e-12)
-
-
-def test_the_largest_relative_error_is_found_wherever_it_is(engine: str) -> None:
-    """One element in five blocks, far larger than a sample of the others tells."""
-    rng = np.random.default_rng(2)
-    for size in (2.0, 1e6):
-        a = rng.standard_normal(5 * BLOCK).astype(np.float32)
-        a[3 * BLOCK + 1] = size
-        b = a * np.float32(1 + 2**-20)
-        b[4 * BLOCK + 17] += np.float32(0.25)
-        apart = np.abs(a.astype(float) - b)
-        rms = math.sqrt(math.fsum(x * x for x in a.tolist()) / a.size)
-        expected = max((apart / np.maximum(np.abs(a.astype(float)), rms)).tolist())
-        assert measure(a, b).error.max_rel == pytest.approx(expected, rel=1e-12)
-
-
-def test_integers_beyond_float64_are_told_apart(engine: str) -> None:
-    a = np.array([2**60, 5], np.int64)
-    found = measure(a, a + np.array([1, 0]))
-    assert (found.error.max_abs, found.error.differing) == (1.0, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "apart"),
-    [
-        pytest.param(np.float64(1), np.nextafter(1.0, 2), 1, id="neighbours in float64"),
-        pytest.param(np.float64(-1), np.float64(1), 2 * 0x3FF0000000000000, id="signs in float64"),
-        pytest.param(np.float32(-0.0), np.float32(0), 0, id="zeros"),
-        pytest.param(np.float16(-6e-8), np.float16(6e-8), 2, id="subnormals"),
-        pytest.param(ml_dtypes.bfloat16(1), ml_dtypes.bfloat16(2), 128, id="a binade in bfloat16"),
-        pytest.param(
-            ml_dtypes.float8_e4m3fn(1), ml_dtypes.float8_e4m3fn(-1), 2 * 0x38, id="signs in float8"
-        ),
-    ],
-)
-def test_units_in_the_last_place(engine: str, a: Any, b: Any, apart: int) -> None:
-    for x, y in ((a, b), (b, a)):
-        ones, others = np.full(BLOCK + 3, x), np.full(BLOCK + 3, x)
-        assert max_ulp(ones, others) == 0
-        others[-1] = y
-        assert max_ulp(ones, others) == apart
-
-
-def test_ulp_of_any_bits(engine: str) -> None:
-    bits = np.random.default_rng(0).integers(-(2**63), 2**63, (2, 500), np.int64)
-    line = [[-(2**63) - x if x < 0 else x for x in row] for row in bits.tolist()]
-    expected = max(abs(x - y) for x, y in zip(*line, strict=True))
-    assert max_ulp(*bits.view(np.float64)) == expected
-
-
-@pytest.mark.parametrize("name", ["float32", "complex64"])
-def test_one_rounding_is_told_from_two_in_any_place(engine: str, name: str) -> None:
-    a = np.nan_to_num(values("float32", 2 * BLOCK).clip(-1e30, 1e30))
-    a = a + (1j * a if name == "complex64" else 0)
-    b = a.astype(np.complex64 if name == "complex64" else ml_dtypes.bfloat16)
-    assert one_conversion_apart(a.astype(DTYPES[name]), b)
-    b = b.copy()
-    b[-5] = b[-5] * 1.05 + 1
-    assert not one_conversion_apart(a.astype(DTYPES[name]), b)
-
-
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "complex64", "bool"])
 def test_summaries_do_not_depend_on_the_layout_in_memory(engine: str, name: str) -> None:
     plain = values("float32" if name == "complex64" else name, 6 * 40)
@@ -400,18 +278,6 @@ def test_the_environment_can_leave_the_c_code_unused() -> None:
         check=True,
     )
     assert done.stdout.split() == ["numpy"]
-
-
-def layouts(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Views of a 4-D array in all orders of its axes, and of parts of it."""
-    for axes in itertools.permutations(range(4)):
-        yield array.transpose(axes)
-        yield array.transpose(axes)[::-1, 1:, ::2]
-    yield array[:, :, :, 0]
-    yield array[0, 0, 0].reshape(1, -1).T
-    yield np.broadcast_to(array[:, :1], array.shape).swapaxes(1, 3)
-    yield array[:, :0].T
-    yield array[0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["bool", "bfloat16", "float32", "float64", "complex128", "S3"])

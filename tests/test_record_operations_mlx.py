@@ -14,7 +14,8 @@ mx = pytest.importorskip("mlx.core")
 
 import mlx.nn as nn  # noqa: E402
 import mlx.optimizers as optim  # noqa: E402
-from mlx_jobs import (  # noqa: E402
+
+from tests.mlx_jobs import (  # noqa: E402
     Recording,
     batches,
     fine_tune,
@@ -23,8 +24,8 @@ from mlx_jobs import (  # noqa: E402
     recorder_into,
     recording,
 )
-
-from tracediff.events import Event, Run  # noqa: E402
+from tests.op_traces import names, operations, sources  # noqa: E402
+from tracediff.events import Run  # noqa: E402
 from tracediff.recorders.mlx_recorder import Recorder  # noqa: E402
 from tracediff.recording import Policy, Tape, attached  # noqa: E402
 from tracediff.trace import TraceWriter  # noqa: E402
@@ -45,27 +46,6 @@ class Function(nn.Module):
 @pytest.fixture
 def record(tmp_path: Path) -> Callable[..., Recording]:
     return recorder_into(tmp_path)
-
-
-def operations(trace: Recording, phase: str = "", leaves: bool = False) -> list[Event]:
-    return [
-        event
-        for event in trace.events
-        if event.attributes.get("level") == "op"
-        and phase in ("", event.site.phase)
-        and (leaves or not event.attributes.get("leaf"))
-    ]
-
-
-def names(trace: Recording, phase: str = "") -> list[str]:
-    return [event.attributes["canonical"] for event in operations(trace, phase)]
-
-
-def sources(trace: Recording, event: Event) -> list[str]:
-    """Canonical names (of leaves, their own) of what an event was computed from."""
-    by_order = {e.order: e for e in trace.events if e.site.step == event.site.step}
-    inputs = [by_order[order] for order in event.inputs]
-    return [e.attributes.get("name") or e.attributes["canonical"] for e in inputs]
 
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3) - 2

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.test_trace_integrity import flip, offset_of, segment
+from tests.damage import flip, offset_of, segment
 from tracediff.cli import main
 from tracediff.errors import NotATraceError, TraceExistsError
 from tracediff.events import Run, Site

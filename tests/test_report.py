@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import unicodedata
@@ -11,109 +10,17 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.verdicts import ATTENTION, DIVERGED, FIRST, LONG_SITE, TEXT, hostile_verdict
 from tracediff.report.html import to_html
-from tracediff.report.json import dumps, plain, to_json
 from tracediff.report.terminal import render
 from tracediff.report.text import elide, inert, percent, text_diff, times
-from tracediff.verdict import (
-    OUTCOMES,
-    Bound,
-    Cost,
-    Deviation,
-    Divergence,
-    ErrorFigures,
-    Neighbour,
-    StageResult,
-    Unmatched,
-    Verdict,
-)
-
-ATTENTION = "0/forward/model.layers.0.self_attn#0:out"
-LONG_SITE = "0/forward/" + ".".join(f"block_{i}" for i in range(40)) + ".q_proj#0:out"
-HOSTILE = "[bold red]x[/]\x1b[2J\x07\r\n<script>alert(1)</script>\u202e&amp;\ud800"
-
-FIRST = Divergence(
-    stage="forward",
-    step=0,
-    site=ATTENTION,
-    path="model.layers.0.self_attn",
-    port="out",
-    op={"baseline": "LlamaAttention", "target": "Attention"},
-    kind="value",
-    pattern="scaled",
-    detail={"factor": 4.0},
-    meaning="The rotary embedding turns at another speed.",
-    blame="target",
-    error=ErrorFigures(max_abs=1.25, rel_l2=0.125, max_rel=3.5, max_ulp=1234, differing=0.5),
-    bound=Bound(rel_l2=2.5e-6, derivation="matmul K=512 float32"),
-    where={"baseline": "train.py:41", "target": "train_mlx.py:38"},
-    shapes={"baseline": (1, 9, 64), "target": (1, 9, 64)},
-    deviations=(Deviation(index=(0, 7, 3), baseline=1.5, target=-2.25),),
-    settings=(("model.rope_theta", 100000.0, 10000.0),),
-)
-
-DIVERGED = Verdict(
-    outcome="diverged",
-    reason="model.rope_theta is 100000 on one side and 10000 on the other.",
-    baseline="runs/pytorch.zarr",
-    target="runs/mlx.zarr",
-    first=FIRST,
-    last_agreeing="0/forward/model.layers.0.input_layernorm#0:out",
-    stages=(
-        StageResult(stage="environment", outcome="equivalent", compared=31, differing=7),
-        StageResult(stage="rendering", outcome="identical", compared=12),
-        StageResult(stage="rng", outcome="not exercised", reason="no generator was used"),
-        StageResult(
-            stage="forward",
-            outcome="diverged",
-            compared=1412,
-            differing=300,
-            diverged=1,
-            unmatched=(5, 3),
-            worst=0.125,
-        ),
-        StageResult(stage="loss", outcome="incomparable", reason="nothing to compare"),
-    ),
-    coverage=0.987,
-    matched_by={"name": 400, "alias": 12},
-    unmatched=(Unmatched(side="baseline", example="0/x#0:out", count=5, reason="no module"),),
-    neighbours=(
-        Neighbour(
-            site="0/forward/norm#0:out", op="RMSNorm", mark="equivalent", error=1e-7, bound=1e-6
-        ),
-        Neighbour(site=ATTENTION, op="LlamaAttention", mark="diverged", error=0.125, bound=2.5e-6),
-        Neighbour(site="0/forward/mlp#0:out", op="MLP", mark="diverged", error=0.2, bound=2.5e-6),
-    ),
-    environment=tuple((f"version.package{i}", "1.0", "2.0") for i in range(9)),
-    trajectory=tuple((step, "loss", 2.5, 2.75) for step in range(20)),
-    warnings=("the target was cut off at step 3",),
-    next_command="tracediff show runs/pytorch.zarr " + ATTENTION,
-    cost=Cost(bytes_read=10, events=400, seconds=1.25),
-)
-
-TEXT = replace(
-    FIRST,
-    stage="rendering",
-    site="0/rendering/sample[17].text",
-    path="sample[17].text",
-    kind="text",
-    pattern="newline",
-    bound=None,
-    settings=(),
-    deviations=(),
-    detail={
-        "index": 16,
-        "baseline_context": "Take 5 mg daily.\n\nUser: what dose of\u00a0ibuprofen?",
-        "target_context": "Take 5 mg daily.\nUser: what dose of\u00a0ibuprofen?",
-    },
-)
+from tracediff.verdict import OUTCOMES, Verdict
 
 
 def printed(verdict: Verdict, width: int = 80, **options: Any) -> str:
@@ -273,38 +180,6 @@ def test_ascii_terminals_get_ascii_marks() -> None:
 # ---- hostile names -----------------------------------------------------------------------------
 
 
-def hostile_verdict() -> Verdict:
-    first = replace(
-        FIRST,
-        site=HOSTILE,
-        target_site=HOSTILE + "!",
-        meaning=HOSTILE,
-        pattern=HOSTILE,
-        op={"baseline": HOSTILE, "target": HOSTILE},
-        where={"baseline": HOSTILE, "target": "x"},
-        detail={HOSTILE: HOSTILE, "baseline_context": HOSTILE, "target_context": HOSTILE + "\x1b"},
-        settings=((HOSTILE, HOSTILE, [HOSTILE]),),
-        bound=Bound(rel_l2=1e-6, derivation=HOSTILE),
-        deviations=(Deviation(index=(0,), baseline=HOSTILE, target=float("nan")),),
-    )
-    return replace(
-        DIVERGED,
-        reason=HOSTILE,
-        baseline=HOSTILE,
-        target=HOSTILE,
-        first=first,
-        also=(first,),
-        stages=(StageResult(stage=HOSTILE, outcome=HOSTILE, compared=1, reason=HOSTILE),),
-        neighbours=(Neighbour(site=HOSTILE, op=HOSTILE, mark="diverged", error=1.0, bound=1.0),),
-        environment=((HOSTILE, HOSTILE, {HOSTILE: HOSTILE}),),
-        trajectory=((0, HOSTILE, 1.0, float("inf")),),
-        unmatched=(Unmatched(side=HOSTILE, example=HOSTILE, count=1, reason=HOSTILE),),
-        matched_by={HOSTILE: 1},
-        warnings=(HOSTILE,),
-        next_command=HOSTILE,
-    )
-
-
 def test_names_from_a_trace_do_not_act_on_the_terminal() -> None:
     report = printed(hostile_verdict(), width=300)
     acting = {c for c in report if unicodedata.category(c) in {"Cc", "Cf", "Cs"}} - {"\n"}
@@ -379,82 +254,3 @@ def test_times_the_bound(error: float, bound: float, words: str) -> None:
 def test_a_share_is_whole_only_where_it_is_whole() -> None:
     shares = [percent(share) for share in (0.0, 1e-9, 0.5, 0.99999, 1.0)]
     assert shares == ["0%", "0.1%", "50.0%", "99.9%", "100%"]
-
-
-# ---- JSON --------------------------------------------------------------------------------------
-
-
-def read(verdict: Verdict) -> Any:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(dumps(to_json(verdict)), parse_constant=refuse)
-
-
-def test_json_has_the_fields_of_the_format() -> None:
-    found = read(DIVERGED)
-    assert found["format"] == 1
-    assert found["outcome"] == "diverged"
-    assert (
-        found["first"]
-        | {
-            "stage": "forward",
-            "step": 0,
-            "site": ATTENTION,
-            "path": "model.layers.0.self_attn",
-            "port": "out",
-            "op": {"baseline": "LlamaAttention", "target": "Attention"},
-            "kind": "value",
-            "pattern": "scaled",
-            "detail": {"factor": 4.0},
-            "origin": "introduced",
-            "blame": "target",
-            "bound": {"rel_l2": 2.5e-6, "from": "matmul K=512 float32"},
-            "where": {"baseline": "train.py:41", "target": "train_mlx.py:38"},
-        }
-        == found["first"]
-    )
-    assert found["first"]["error"]["max_abs"] == 1.25
-    assert found["first"]["error"]["rel_l2"] == 0.125
-    assert found["first"]["error"]["max_ulp"] == 1234
-    assert found["last_agreeing"] == DIVERGED.last_agreeing
-    forward = found["stages"][3]
-    assert (forward["compared"], forward["differing"], forward["reason"]) == (1412, 300, None)
-    assert forward["unmatched"] == {"baseline": 5, "target": 3}
-    assert found["also"] == []
-    assert found["cost"] == {"bytes_read": 10, "bytes_stored": 0, "events": 400, "seconds": 1.25}
-    assert found["environment"][0] == {
-        "name": "version.package0",
-        "baseline": "1.0",
-        "target": "2.0",
-    }
-
-
-@pytest.mark.parametrize("outcome", ["identical", "equivalent", "incomparable"])
-def test_first_is_null_unless_diverged(outcome: str) -> None:
-    assert read(replace(DIVERGED, outcome=outcome))["first"] is None
-
-
-def test_further_divergences_have_the_shape_of_the_first() -> None:
-    found = read(replace(DIVERGED, also=(TEXT,)))
-    assert found["also"][0].keys() == found["first"].keys()
-    assert found["also"][0]["bound"] is None
-
-
-def test_numbers_that_json_lacks_are_strings_that_float_reads() -> None:
-    error = ErrorFigures(max_abs=math.inf, rel_l2=math.nan, max_rel=-math.inf, max_ulp=None)
-    found = read(replace(DIVERGED, first=replace(FIRST, error=error)))["first"]["error"]
-    assert float(found["max_abs"]) == math.inf
-    assert math.isnan(float(found["rel_l2"]))
-    assert float(found["max_rel"]) == -math.inf
-    assert found["max_ulp"] is None
-
-
-def test_hostile_values_survive_json() -> None:
-    assert read(hostile_verdict())["reason"] == HOSTILE
-
-
-def test_plain_reduces_anything_to_json_types() -> None:
-    value = {1: (np.float32(0.5), np.int64(3), np.bool_(True)), "b": b"\xff", "n": np.array([1.5])}
-    assert plain(value) == {"1": [0.5, 3, True], "b": "ff", "n": [1.5]}
-    assert type(plain(np.float64(2.0))) is float

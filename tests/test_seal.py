@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_trace_integrity import rewrite
+from tests.damage import rewrite
 from tracediff.bisection import bisect
 from tracediff.cli import main
 from tracediff.errors import CorruptTraceError, TraceError

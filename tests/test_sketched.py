@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import toy
-from tests.test_trace_integrity import rewrite
+from tests.damage import rewrite
 from tracediff.bisection import bisect
 from tracediff.trace import Trace
 from tracediff.trace.summary import SHORT_SKETCH, SKETCH_SIZE, shortened, sketch, sketched_distance

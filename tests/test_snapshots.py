@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.damage import flip, offset_of
 from tests.s3 import s3_server
-from tests.test_trace_integrity import flip, offset_of
 from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.events import Run
 from tracediff.rerun import Rerun

@@ -10,24 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.damage import flip, offset_of, segment, three_steps
 from tracediff.bisection import bisect
-from tracediff.errors import (
-    CorruptTraceError,
-    NotATraceError,
-    TraceError,
-    TraceFormatError,
-)
+from tracediff.errors import CorruptTraceError, NotATraceError, TraceError, TraceFormatError
 from tracediff.testing import build_trace
 from tracediff.trace import Trace, verify
 from tracediff.trace.archive import Archive, ArchiveWriter
-from tracediff.trace.compression import TEXTS, compress
 
 KILLED_SCRIPT = """
 import sys
@@ -48,27 +42,7 @@ for step in range(10**6):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    values: list[tuple[str, object]] = []
-    for step in range(3):
-        values += [(f"{step}/rendering/prompt.text", f"dose {step}")]
-        values += [(f"{step}/forward/m{i}#0:out", np.arange(40.0) + i + step) for i in range(3)]
-        values += [(f"{step}/trajectory/loss#0:out", float(step))]
-    return build_trace(tmp_path / "t.zarr", values)
-
-
-def segment(path: Path, step: int = 1) -> Path:
-    return path / f"segments/0/{step:08d}.zip"
-
-
-def flip(file: Path, offset: int, bit: int = 0) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1 << bit
-    file.write_bytes(data)
-
-
-def offset_of(file: Path, entry: str) -> int:
-    with zipfile.ZipFile(file) as zipped, zipped.open(entry) as opened:
-        return opened._orig_compress_start  # type: ignore[attr-defined]
+    return three_steps(tmp_path / "t.zarr")
 
 
 # ---- sound traces ----------------------------------------------------------------------------
@@ -303,194 +277,3 @@ class TestNoTrace:
 def test_fields_of_a_later_minor_version_are_ignored(path: Path) -> None:
     edit(path, {"extra": 1, "run": {"stack": "jax", "status": "finished", "later": [1]}})
     assert Trace(path).run.stack == "jax"
-
-
-# ---- hostile segments ------------------------------------------------------------------------
-
-
-def rewrite(path: Path, changes: dict[str, object], step: int = 1) -> None:
-    """Writes a segment anew with other entries, all checksums right."""
-    source = Archive(segment(path, step))
-    entries = {name: source.read(name) for name in source.entries}
-    for name, change in changes.items():
-        if callable(change):
-            entries[name] = json.dumps(change(json.loads(entries[name]))).encode()
-        elif change is None:
-            del entries[name]
-        else:
-            entries[name] = change  # type: ignore[assignment]
-    writer = ArchiveWriter(segment(path, step))
-    for name, data in entries.items():
-        writer.add(name, data)
-    writer.close()
-
-
-PAYLOAD = "tensors/forward/m0#0/out"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"zarr.json": b"{"},
-        {"zarr.json": b"[]"},
-        {"zarr.json": None},
-        {"zarr.json": lambda d: {**d, "attributes": {"tracediff": {"events": 10**12}}}},
-        {"events/path/c/0": None},
-        {"events/path/c/0": b"\xff\xff\xff\xff"},
-        {"events/path/c/0": b"\5\0\0\0" + b"\xff\xff\xff\x7f" * 9},
-        {"events/path/c/0": b"\5\0\0\0" + b"\1\0\0\0\xff" * 5},
-        {"events/shape/c/0": b"\5\0\0\0" + b"\1\0\0\0{" * 5},
-        {"events/shape/c/0": b"\5\0\0\0" + b"\2\0\0\0{}" * 5},
-        {"events/order/zarr.json": lambda d: {**d, "shape": [4]}},
-        {"events/order/zarr.json": lambda d: {**d, "shape": [1 << 62]}},
-        {"events/order/zarr.json": lambda d: {**d, "shape": [-5]}},
-        {"events/order/zarr.json": lambda d: {**d, "data_type": "float64"}},
-        {"events/order/zarr.json": lambda d: {**d, "data_type": ["x"]}},
-        {"events/order/zarr.json": lambda d: {**d, "codecs": [{"name": "pickle"}]}},
-        {"events/order/zarr.json": lambda d: {**d, "chunk_grid": 1}},
-        {"events/sketch/zarr.json": lambda d: {**d, "shape": [10**9, 256]}},
-        {"events/sketch_index/zarr.json": lambda d: {**d, "shape": [3], "chunk_grid": {}}},
-    ],
-    ids="+".join,
-)
-def test_hostile_columns_are_refused(path: Path, changes: dict[str, object]) -> None:
-    rewrite(path, changes)
-    with pytest.raises(CorruptTraceError, match=r"00000001\.zip"):
-        Trace(path).events(1)
-    found = verify(path)
-    assert not found.sound
-    assert found.damage[0].where == "segments/0/00000001.zip"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"events/shard/c/0": None},
-        {"events/shard/c/0": b"\2\0\0\0" + b"\xff\xff\xff\x7f" * 9},
-        {"events/shard/zarr.json": lambda d: {**d, "shape": [2]}},
-        {"events/shard/zarr.json": lambda d: {**d, "data_type": "float64"}},
-    ],
-    ids=["missing", "lengths", "shape", "type"],
-)
-def test_a_hostile_column_of_shards_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    value = (np.ones(3), {"shard": "0=2@0|S(0)|6|0"})
-    path = build_trace(tmp_path / "t", [("0/loading/w:param", value)])
-    rewrite(path, change, step=0)
-    with pytest.raises(CorruptTraceError, match=r"00000000\.zip"):
-        Trace(path).events(0)
-    assert not verify(path).sound
-
-
-def chunked(document: dict[str, object], shape: list[int], chunk: list[int]) -> dict[str, object]:
-    grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
-    return {**document, "shape": shape, "chunk_grid": grid}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {f"{PAYLOAD}/c/0": None},
-        {f"{PAYLOAD}/c/0": b""},
-        {f"{PAYLOAD}/c/0": bytes(319)},
-        {f"{PAYLOAD}/zarr.json": None},
-        {f"{PAYLOAD}/zarr.json": b"{}"},
-        {f"{PAYLOAD}/zarr.json": lambda d: {**d, "data_type": "int64"}},
-        {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40], [1])},
-        {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40], [0])},
-        {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40], [10**15])},
-        {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [10**15], [40])},
-        {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [0] * 100, [1] * 100)},
-        {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40, 1], [40])},
-    ],
-    ids="+".join,
-)
-def test_hostile_payloads_are_refused(path: Path, changes: dict[str, object]) -> None:
-    rewrite(path, changes)
-    trace = Trace(path)
-    event = trace.find("1/forward/m0#0:out")
-    with pytest.raises(TraceError, match=r"00000001\.zip"):
-        trace.array(event)
-    assert not verify(path).sound
-
-
-def test_a_huge_shape_that_the_columns_claim_too_is_refused(path: Path) -> None:
-    size = 10**11
-    shapes = ["", f"[{size}]", "[40]", "[40]", ""]
-    column = b"\5\0\0\0" + b"".join(
-        len(text).to_bytes(4, "little") + text.encode() for text in shapes
-    )
-    rewrite(
-        path,
-        {
-            "events/shape/c/0": compress(np.frombuffer(column, np.uint8), TEXTS),
-            f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [size], [1]),
-        },
-    )
-    trace = Trace(path)
-    with pytest.raises(CorruptTraceError, match="does not fit"):
-        trace.array(trace.find("1/forward/m0#0:out"))
-
-
-def test_a_payload_reference_cannot_leave_the_segment(path: Path) -> None:
-    escape = "../../../../../etc/passwd"
-    texts = ["", escape, "x", "zarr.json", ""]
-    column = b"\5\0\0\0" + b"".join(
-        len(text).to_bytes(4, "little") + text.encode() for text in texts
-    )
-    packed = compress(np.frombuffer(column, np.uint8), TEXTS)
-    rewrite(path, {"events/payload/c/0": packed})
-    trace = Trace(path)
-    for event in trace.events(1)[1:4]:
-        with pytest.raises(TraceError, match="holds no payload"):
-            trace.array(event)
-    assert len(verify(path).damage) == 3
-
-
-# ---- the archive -----------------------------------------------------------------------------
-
-
-def test_more_entries_than_zip_can_count_use_zip64(tmp_path: Path) -> None:
-    file = tmp_path / "many.zip"
-    writer = ArchiveWriter(file)
-    for i in range(66_000):
-        writer.add(f"n/{i:05d}", b"")
-    writer.close()
-    assert len(Archive(file).entries) == 66_000
-    Archive(file).check_layout()
-    with zipfile.ZipFile(file) as zipped:
-        assert len(zipped.namelist()) == 66_000
-
-
-def test_offsets_beyond_four_gigabytes_use_zip64(tmp_path: Path) -> None:
-    """A hole in the file stands for the first 5 GiB, so that nothing large is written."""
-    file = tmp_path / "wide.zip"
-    writer = ArchiveWriter(file)
-    writer.add("near", b"first")
-    writer._flush()
-    writer.size = writer._written = os.lseek(writer._fd, 5 << 30, os.SEEK_SET)
-    writer.add("far", b"second" * 100)
-    writer.close()
-    found = Archive(file)
-    assert found.entries["far"].offset == 5 << 30
-    assert (found.read("near"), found.read("far")) == (b"first", b"second" * 100)
-    with zipfile.ZipFile(file) as zipped:
-        assert zipped.read("far") == b"second" * 100
-
-
-def test_an_entry_of_four_gigabytes_is_refused(tmp_path: Path) -> None:
-    class Huge(bytes):
-        def __len__(self) -> int:
-            return 1 << 32
-
-    writer = ArchiveWriter(tmp_path / "x.zip")
-    with pytest.raises(ValueError, match="4 GiB"):
-        writer.add("x", Huge())
-    writer.abandon()
-    assert not (tmp_path / "x.zip").exists()
-
-
-def test_deflated_entries_are_refused_by_name(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as zipped:
-        zipped.writestr("entry", b"a" * 1000)
-    with pytest.raises(ValueError, match="entry is compressed"):
-        Archive(tmp_path / "x.zip")
