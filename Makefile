@@ -9,9 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 # Files of tests in as many processes as there are processors; one thread each, so that they do not
-# fight over them.
+# fight over them. Bytecode is kept even where the environment forbids it: tests start processes that
+# would each compile the package.
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: demo test test-quick faults rendering-size lint format venv clean
 
