@@ -47,6 +47,9 @@ def attention(call: Call) -> Replayed | None:
     key, value = (np.repeat(array, groups, axis=1) for array in (key, value))
     roundoff, length = arithmetic(call), key.shape[-2]
     scores = scale * query @ key.swapaxes(-1, -2)
+    if call.value_only:
+        out = _joined(_weights(_masked(scores, call.inputs["mask"]))[0] @ value)
+        return Replayed(out, np.broadcast_to(np.zeros(()), out.shape), "attention")
     squares = scale**2 * query**2 @ key.swapaxes(-1, -2) ** 2
     error = roundoff**2 * query.shape[-1] * (squares / 6 + scores**2 / 9)
     cut = float(call.settings["operand_roundoff"])
@@ -54,10 +57,8 @@ def attention(call: Call) -> Replayed | None:
     if is_narrow(call):
         error += (ROUNDING * storage(call)) ** 2 * (_SCORE_STORES * scores**2 + squares)
     scores = _masked(scores, call.inputs["mask"])
-    below = scores.max(axis=-1, keepdims=True) - scores
+    weights, below = _weights(scores)
     error += roundoff**2 * (2 + np.minimum(below, 1e3)) ** 2  # exp, and its argument
-    weights = np.exp(-below)
-    weights /= weights.sum(axis=-1, keepdims=True)
     out = weights @ value
     variance = _through_softmax(weights**2 * error, value, out)
     terms = weights**2 @ value**2
@@ -75,6 +76,14 @@ def _masked(scores: Floats, mask: NDArray[Any]) -> Floats:
     if mask.dtype.kind == "b":
         return np.where(mask, scores, _HIDDEN)
     return np.maximum(scores + np.maximum(wide(mask), _HIDDEN), _HIDDEN)
+
+
+def _weights(scores: Floats) -> tuple[Floats, Floats]:
+    """The softmax of scores, and how far each is below the largest of its row."""
+    below = scores.max(axis=-1, keepdims=True) - scores
+    weights = np.exp(-below)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights, below
 
 
 def _through_softmax(moved: Floats, value: Floats, out: Floats) -> Floats:

@@ -74,6 +74,8 @@ def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, 
     """
     length = x.shape[-1]
     value = wide(x) @ wide(weight)
+    if call.value_only:
+        return value, np.broadcast_to(np.zeros(()), value.shape)
     squares = _squares(x) @ _squares(weight)
     roundoff = arithmetic(call)
     variance: Floats = squares / 6 + value**2 / 9
@@ -100,7 +102,8 @@ def _affine(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> Replayed | Non
         before = stored(call, value)
         value = value + wide(bias)
         spread = together(spread, before)  # a product that is stored before the bias is added
-    spread = together(spread, stored(call, value))
+    if not call.value_only:
+        spread = together(spread, stored(call, value))
     return Replayed(value, spread, f"{call.op} K={x.shape[-1]} {call.dtype}")
 
 

@@ -29,6 +29,7 @@ class Call:
         settings: Name below the module (`eps`, `base`), or of the configuration
             (`config.rope_theta`) -> value.
         dtype: Dtype of the recorded output, which decides its last rounding.
+        value_only: Nobody asks for the spread: it may be left at zero where it is costly.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Call:
     params: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    value_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,7 @@ def perturbed(call: Call, sizes: Sequence[Mapping[str, float]]) -> list[float | 
     Args:
         sizes: For each answer, port -> relative L2 error of the input; "" for the parameters.
     """
+    call = replace(call, value_only=True)
     before = replay(call, call.settings)
     if before is None:
         return [None] * len(sizes)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tracediff.cli import output
+from tracediff.cli.process import leave_at_once
 from tracediff.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def bisect(
         raise UsageError("--replay takes two traces and --deepen two scripts: give one of them")
     if scripts and not replay and not deepen:
         raise UsageError(f"{scripts[0]}: scripts are given with --replay only")
+    if not replay and not deepen:
+        leave_at_once()
     with output.progress() as progress:
 
         def compare(a: Path, b: Path) -> Verdict:
@@ -131,6 +134,7 @@ def diff(
     from tracediff.report.tables import agreement, select, sites, sites_json
 
     output.check_writable(json)
+    leave_at_once()
     with output.progress() as progress:
         found = bisection.diff(
             baseline,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import sys
+from functools import cache
 from typing import Final
 
 _YOUNG: Final = 100_000
@@ -14,6 +16,13 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _MAPPED: Final = 4 << 20
 _KEPT: Final = 64 << 20
+
+
+@cache
+def leave_at_once() -> None:
+    """Has Python end without looking for garbage among all that the process has made, which takes
+    a tenth of a second: for commands that run no script of others, whose finalizers may matter."""
+    atexit.register(gc.freeze)
 
 
 def prepare() -> None:

@@ -108,7 +108,7 @@ class Root:
         digest: NDArray[np.uint8],
     ) -> None:
         """Adds rows; `names[step]` is what each records."""
-        by_first = step[np.sort(np.unique(step, return_index=True)[1])].tolist()
+        by_first = dict.fromkeys(step.tolist())
         for code in by_first:
             self._codes.setdefault(names[code], len(self._codes))
         table = np.array([self._codes.get(name, -1) for name in names] or [0], "<i4")
