@@ -78,7 +78,9 @@ def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, 
         return value, np.broadcast_to(np.zeros(()), value.shape)
     squares = _squares(x) @ _squares(weight)
     roundoff = arithmetic(call)
-    variance: Floats = squares / 6 + value**2 / 9
+    variance = np.square(value)
+    variance /= 9
+    variance += squares / 6
     variance *= roundoff**2 * length
     cut = float(call.settings.get("operand_roundoff", 0.0))
     variance += 2 * (ROUNDING * cut) ** 2 * squares

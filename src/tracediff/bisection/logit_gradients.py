@@ -105,8 +105,12 @@ def _factor(value: Floats, spread: Floats, g: Floats) -> float:
     """The factor that `g` is `value` times: least squares, each element by how well it is known. A
     label's own is exact to its last bit where others err with the logarithm of the sum."""
     known = np.abs(value) > _NORMAL
-    weighted = value[known] / np.maximum(spread[known], _NORMAL)
-    scaled = g[known] / np.maximum(spread[known], _NORMAL)
+    if known.all():
+        value, spread, g = (array.reshape(-1) for array in (value, spread, g))
+    else:
+        value, spread, g = value[known], spread[known], g[known]
+    size = np.maximum(spread, _NORMAL)
+    weighted, scaled = value / size, g / size
     total = float((weighted**2).sum())
     return float((weighted * scaled).sum()) / total if total else math.nan
 

@@ -120,7 +120,7 @@ class Trial:
     @cached_property
     def rounding(self) -> float:
         """How far rounding at the place itself takes both apart, relative to the baseline."""
-        return self._scale / (norm(self.sides[0].out) or 1.0)
+        return self._scale / self._size
 
     def explained(self, found: float) -> float:
         """What inputs and rounding explain, relative to the baseline's norm.
@@ -129,14 +129,16 @@ class Trial:
         `found` (the ratio) times the bound all the same.
         """
         a, b = self.sides
-        scale = norm(a.out) or 1.0
-        total = norm(a.exact - b.exact) / scale + limit(a.rows) * self.rounding
-        apart = self._apart / scale
-        return min(total, apart / found) if found > 1 else total
+        total = norm(a.exact - b.exact) / self._size + limit(a.rows) * self.rounding
+        return min(total, self._apart / self._size / found) if found > 1 else total
 
     @property
     def _difference(self) -> Floats:
         return self.sides[0].out - self.sides[1].out
+
+    @cached_property
+    def _size(self) -> float:
+        return norm(self.sides[0].out) or 1.0
 
     @cached_property
     def _apart(self) -> float:
