@@ -1,4 +1,6 @@
-"""What the collector of cyclic garbage and the recorders walk over while tests run.
+"""In which order files of tests run, and what they are spared.
+
+The longest files come first, so that no process has one left when the others are done.
 
 Each recorder looks for garbage, and at all objects for those made before it was attached. With
 every framework imported that would be most of the time of a test that records, so what the test
@@ -11,6 +13,29 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+
+LONGEST = (
+    "test_postmortem.py",
+    "test_example.py",
+    "test_selfcheck.py",
+    "test_fault_benchmark.py",
+    "test_render_oracle.py",
+    "test_stage_substitution.py",
+    "test_deepening.py",
+    "test_replay.py",
+    "test_shards.py",
+    "test_rendering_catalogue.py",
+    "test_course.py",
+    "test_package.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+# ---- what is imported ----------------------------------------------------------------------------
 
 
 def pytest_collection() -> None:
