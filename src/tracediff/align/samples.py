@@ -111,9 +111,7 @@ def align_samples(
     found = rows[:, listed]
     found = found[:, np.argsort(baseline.order[found[0]], kind="stable")]
     pairs = (Pair(baseline.event(int(i)), target.event(int(j)), "name") for i, j in found.T)
-    left = tuple(
-        np.setdiff1d(np.arange(len(side.rows)), rows[which]) for which, side in enumerate(sides)
-    )
+    left = tuple(_others(len(side.rows), rows[which]) for which, side in enumerate(sides))
     return SampleAlignment(
         rows=(baseline, target),
         partner=partner,
@@ -326,6 +324,13 @@ def _numbered(keys: Integers) -> Integers:
     numbers = np.empty(len(keys), np.int64)
     numbers[order] = np.arange(len(keys)) - np.repeat(starts, sizes)
     return np.stack([keys, numbers], axis=1)
+
+
+def _others(count: int, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """The rows of so many that are not among these. (NumPy's sets import its masked arrays.)"""
+    left = np.ones(count, bool)
+    left[rows] = False
+    return np.flatnonzero(left)
 
 
 def _listed(side: _Side, rows: Integers, same: NDArray[np.bool_], limit: int) -> NDArray[np.bool_]:

@@ -49,6 +49,8 @@ def _conversations(trace: Trace, step: int) -> Iterator[Event]:
     """Messages and template texts of the first samples of a step, in order of rendering."""
     rows = trace.samples(step)
     codes = [i for i, (name, _) in enumerate(rows.steps) if name in ("messages", "template")]
+    if not codes:
+        return
     for row in np.flatnonzero(np.isin(rows.step, codes))[:_LOOKED_AT]:
         yield rows.event(int(row))
 

@@ -10,9 +10,9 @@ SHA-256, kept elsewhere, is what the trace can be held to.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from tracediff.errors import CorruptTraceError
@@ -36,10 +36,18 @@ def is_seal(name: str) -> bool:
     return name.removeprefix(".").startswith(SEAL)
 
 
+def _hashlib() -> ModuleType:
+    """Loads OpenSSL, and few traces are sealed."""
+    import hashlib
+
+    return hashlib
+
+
 def sha256(file: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        found: str = _hashlib().file_digest(opened, "sha256").hexdigest()
+        return found
 
 
 class Sealer:
@@ -96,7 +104,7 @@ class Seal:
         self._checked: dict[str, tuple[int, int, int]] = {}
         self.sums: dict[str, str] = {}
         self.closed = True
-        total = hashlib.sha256()
+        total = _hashlib().sha256()
         for file in files:
             if file.stat().st_size > _LARGEST:
                 raise CorruptTraceError(f"{file} is damaged: it has {file.stat().st_size} bytes")
