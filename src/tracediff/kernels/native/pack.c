@@ -23,10 +23,88 @@ INLINE void one_tile(const char *restrict from, ptrdiff_t row, ptrdiff_t column,
             memcpy(to + i * to_row + j * width, tile[j] + i * width, width);
 }
 
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#define AVX2 __attribute__((target("avx2")))
+
+/* Of 8 x 8 elements of 4 bytes: pairs of rows are interleaved, then pairs of pairs, then halves. */
+AVX2 INLINE void turn_8_of_4(const char *from, char *to, size_t to_row)
+{
+    __m256 row[8], pair[8], four[8];
+    for (int i = 0; i < 8; i++)
+        row[i] = _mm256_loadu_ps((const f32 *)(from + i * LINE));
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+        pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            four[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
+            four[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        __m256 low = _mm256_permute2f128_ps(four[i], four[i + 4], 0x20);
+        __m256 high = _mm256_permute2f128_ps(four[i], four[i + 4], 0x31);
+        _mm256_storeu_ps((f32 *)(to + i * to_row), low);
+        _mm256_storeu_ps((f32 *)(to + (i + 4) * to_row), high);
+    }
+}
+
+/* Of 8 x 8 elements of 2 bytes, likewise. */
+AVX2 INLINE void turn_8_of_2(const char *from, char *to, size_t to_row)
+{
+    __m128i row[8], pair[8], four[8];
+    for (int i = 0; i < 8; i++)
+        row[i] = _mm_loadu_si128((const __m128i *)(from + i * LINE));
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm_unpacklo_epi16(row[i], row[i + 1]);
+        pair[i + 1] = _mm_unpackhi_epi16(row[i], row[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            four[i + 2 * j] = _mm_unpacklo_epi32(pair[i + j], pair[i + j + 2]);
+            four[i + 2 * j + 1] = _mm_unpackhi_epi32(pair[i + j], pair[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++) {
+        __m128i low = _mm_unpacklo_epi64(four[i], four[i + 4]);
+        __m128i high = _mm_unpackhi_epi64(four[i], four[i + 4]);
+        _mm_storeu_si128((__m128i *)(to + 2 * i * to_row), low);
+        _mm_storeu_si128((__m128i *)(to + (2 * i + 1) * to_row), high);
+    }
+}
+
+/* As `one_tile`, of a full tile whose rows run along the memory. */
+AVX2 static void turn_tile(
+    const char *restrict from, ptrdiff_t column, size_t width, char *restrict to, size_t to_row)
+{
+    char tile[LINE][LINE];
+    size_t side = LINE / width;
+    for (size_t j = 0; j < side; j++)
+        memcpy(tile[j], from + (ptrdiff_t)j * column, LINE);
+    for (size_t i = 0; i < side; i += 8)
+        for (size_t j = 0; j < side; j += 8) {
+            if (width == 4)
+                turn_8_of_4(tile[j] + 4 * i, to + i * to_row + 4 * j, to_row);
+            else
+                turn_8_of_2(tile[j] + 2 * i, to + i * to_row + 2 * j, to_row);
+        }
+}
+
+#else
+static void turn_tile(
+    const char *from, ptrdiff_t column, size_t width, char *to, size_t to_row)
+{
+    (void)from, (void)column, (void)width, (void)to, (void)to_row;
+}
+#endif
+
 INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t columns,
     ptrdiff_t column, size_t width, char *to, size_t to_row)
 {
     const size_t side = LINE / width, many = AHEAD * side;
+    const int turned = row == (ptrdiff_t)width && (width == 2 || width == 4) && has_tiles();
     for (size_t first = 0; first < columns; first += many)
         for (size_t r = 0; r < rows; r += side)
             for (size_t c = first; c < columns && c < first + many; c += side) {
@@ -37,7 +115,9 @@ INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t column
                 /* The lines after the next of all columns: too many for the processor to foresee. */
                 for (size_t j = 0; row == (ptrdiff_t)width && j < across; j++)
                     __builtin_prefetch(source + (ptrdiff_t)j * column + 2 * LINE);
-                if (down == side && across == side) /* of which the compiler knows the size */
+                if (down == side && across == side && turned)
+                    turn_tile(source, column, width, target, to_row);
+                else if (down == side && across == side) /* the compiler knows the size */
                     one_tile(source, row, column, width, target, to_row, side, side);
                 else
                     one_tile(source, row, column, width, target, to_row, down, across);
