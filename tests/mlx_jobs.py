@@ -51,7 +51,7 @@ class Recording:
 def recording(path: Path, level: str = "module") -> Iterator[Tape]:
     writer = TraceWriter(path, Run(stack="mlx", level=level))
     tape = Tape(writer, Policy(level=level))
-    with writer, attached(Recorder(tape)):
+    with tape, attached(Recorder(tape)):
         yield tape
 
 

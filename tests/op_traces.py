@@ -63,7 +63,7 @@ class Stack:
         port = "out" if self._phase == "forward" else "grad_in"
         self._tape.emit(self._phase, "root", port, result[0], op="Net", inputs=())
         self._tape.advance()
-        self._tape.writer.finish("finished")
+        self._tape.finish()
 
     def _emit(self, place: str, value: Array, inputs: tuple[int, ...], **facts: Any) -> int:
         name, phase = place.rpartition("@")[2], facts.pop("phase", "forward")

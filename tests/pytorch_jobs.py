@@ -49,7 +49,7 @@ def recording(path: Path, level: str = "module") -> Iterator[Tape]:
     gc.collect()  # an optimizer of an earlier test would count as existing
     writer = TraceWriter(path, Run(stack="pytorch", level=level))
     tape = Tape(writer, Policy(level=level))
-    with writer, attached(Recorder(tape)):
+    with tape, attached(Recorder(tape)):
         yield tape
 
 

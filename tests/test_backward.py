@@ -66,7 +66,7 @@ class Job:
         for step in range(STEPS):
             self._step(step)
             self._tape.advance()
-        self._writer.finish("finished")
+        self._tape.finish()
 
     def _at(self, site: str, value: Array) -> Array:
         return self._fault(site, value).astype(np.float32)

@@ -28,8 +28,8 @@ MIB = 1 << 20
 def tape_into(path: Path, limit: int, on_full: str = "wait") -> Iterator[Tape]:
     writer = TraceWriter(path, Run(stack="pytorch"))
     buffered = BufferedWriter(writer, limit, on_full) if limit else writer
-    yield Tape(buffered, Policy())
-    buffered.finish()
+    with Tape(buffered, Policy()) as tape:
+        yield tape
 
 
 def emit_steps(tape: Tape) -> None:

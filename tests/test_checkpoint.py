@@ -133,7 +133,7 @@ def record(
     tape.emit_out(frame, "out", array(2, 4, seed=5))
     tape.exit(frame)
     tape.advance()
-    writer.finish("finished")
+    tape.finish()
     return path
 
 

@@ -171,7 +171,9 @@ def test_fields_of_another_type_are_refused(tmp_path: Path, column: str, text: s
 )
 def test_what_json_cannot_hold_is_kept_as_text(tmp_path: Path, given: Any, kept: Any) -> None:
     with TraceWriter(tmp_path / "t", Run(stack="pytorch")) as writer:
-        Tape(writer, Policy()).emit("environment", "config.n", "out", given, kind="setting")
+        tape = Tape(writer, Policy())
+        tape.emit("environment", "config.n", "out", given, kind="setting")
+        tape.finish()
     with Trace(tmp_path / "t") as trace:
         assert [event.value for event in trace.events(0)] == [kept]
     assert verify(tmp_path / "t").sound

@@ -277,7 +277,7 @@ def test_only_one_module(tmp_path: Path) -> None:
     inside = "model.layers.1.mlp"
     writer = TraceWriter(tmp_path / "run", Run(stack="mlx", level="op"))
     tape = Tape(writer, Policy(level="op", only=inside))
-    with writer, attached(Recorder(tape)):
+    with tape, attached(Recorder(tape)):
         step(model, *batch)
     trace = Recording(tmp_path / "run")
     paths = {event.site.path.partition("@")[0] for event in operations(trace, leaves=True)}

@@ -302,7 +302,7 @@ def test_recorded_inputs_give_the_recorded_outputs(record: Callable[..., Recordi
 def select(path: Path, job: Callable[[], Any], **policy: Any) -> Recording:
     writer = TraceWriter(path, Run(stack="pytorch", level="op"))
     tape = Tape(writer, Policy(level="op", **policy))
-    with writer, attached(Recorder(tape)):
+    with tape, attached(Recorder(tape)):
         job()
     return Recording(path)
 

@@ -54,11 +54,13 @@ def rendered(tmp_path: Path) -> Callable[[Job], list[Event]]:
     def run(job: Job) -> list[Event]:
         patches = Patches()
         with TraceWriter(tmp_path / "run.zarr", Run(stack="pytorch"), overwrite=True) as writer:
-            RenderingHooks(Chain(Tape(writer, Policy())), patches).install()
+            tape = Tape(writer, Policy())
+            RenderingHooks(Chain(tape), patches).install()
             try:
                 job()
             finally:
                 patches.undo()
+            tape.finish()
         trace = Trace(tmp_path / "run.zarr")
         return trace.events() if trace.steps else []
 

@@ -45,7 +45,7 @@ def record(
     tape.emit_out(root, "out", out)
     tape.exit(root)
     tape.advance()
-    writer.finish("finished")
+    tape.finish()
     return path
 
 

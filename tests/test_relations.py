@@ -66,7 +66,7 @@ class Block:
         self.recorded = recorded
         self.run(self.stored(drawn(BATCH, LENGTH, WIDTH, seed=0)))
         self.tape.advance()
-        writer.finish("finished")
+        self.tape.finish()
         self.path = path
 
     def stored(self, value: Array) -> Array:

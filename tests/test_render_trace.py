@@ -58,6 +58,7 @@ def record(path: Path, folder: Path, job: Job) -> Path:
             job(tokenizer)
         finally:
             patches.undo()
+        tape.finish()
     return path
 
 

@@ -19,6 +19,7 @@ from tracediff.events import Run, Site
 from tracediff.recording import Policy, Tape
 from tracediff.testing import build_event, build_trace
 from tracediff.trace import Trace, TraceWriter, verify, writer
+from tracediff.trace.summary import digest, digest_value
 
 RUN = Run(stack="pytorch")
 VALUES = [("0/forward/m#0:out", np.arange(3.0)), ("1/forward/m#0:out", np.arange(3.0))]
@@ -319,3 +320,32 @@ def test_a_tape_writes_what_a_trace_reads(tmp_path: Path) -> None:
     assert made.inputs == (given.order,)
     assert trace.array(made).tolist() == [[2, 2]]
     assert verify(trace.path).sound
+
+
+def test_what_is_recorded_is_not_altered_afterwards(tmp_path: Path) -> None:
+    given, known, array = {"betas": [0.9]}, {"shape": [2, 3]}, np.zeros(4, np.float32)
+    with Tape(TraceWriter(tmp_path / "t", RUN), Policy(level="digest")) as tape:
+        tape.emit("environment", "optimizer", "out", given)
+        tape.emit("forward", "fc", "out", array, attributes=known)
+        given["betas"][0] = known["shape"][0] = 7
+        array += 1
+    trace = Trace(tmp_path / "t")
+    setting, tensor = trace.events(0)
+    assert setting.value == {"betas": [0.9]}
+    assert setting.digest == digest_value({"betas": [0.9]})
+    assert tensor.attributes == {"shape": [2, 3]}
+    assert tensor.digest == digest(np.zeros(4, np.float32))
+    assert trace.run.status == "finished"
+
+
+def test_events_after_the_last_step_are_kept_where_a_run_fails(tmp_path: Path) -> None:
+    def run() -> None:
+        with Tape(TraceWriter(tmp_path / "t", RUN), Policy(level="digest")) as tape:
+            tape.emit("forward", "fc", "out", np.ones(4, np.float32))
+            raise RuntimeError("no such luck")
+
+    with pytest.raises(RuntimeError, match="no such luck"):
+        run()
+    trace = Trace(tmp_path / "t")
+    assert [str(event.site) for event in trace.events(0)] == ["0/forward/fc#0:out"]
+    assert (trace.run.status, trace.run.error) == ("failed", "RuntimeError: no such luck")

@@ -64,7 +64,7 @@ def record(
         _step(tape, step, ids, weights, state, exact, fault, lr(step), bias_correction)
         tape.advance()
     if finish:
-        writer.finish("finished")
+        tape.finish()
     return path
 
 

@@ -143,15 +143,15 @@ def record(
             tape.on_step_end.append(lambda: adapt(tape.recorded))
             yield tape
     except RerunEnded:
-        writer.finish("finished")
+        tape.finish("finished")
         return
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # `sys.exit(main())` that went well
-            writer.finish("finished")
+            tape.finish("finished")
         else:
-            writer.finish("failed", _one_line(error))
+            tape.finish("failed", _one_line(error))
         raise
-    writer.finish("finished")
+    tape.finish("finished")
 
 
 def _writer(

@@ -9,20 +9,21 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.deferred import Deferred, Waiting
-from tracediff.events import Event, Site, sample_step
+from tracediff.events import Site, sample_step
 from tracediff.frames import Frame
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
 from tracediff.summaries import Summaries, Summary, name_of
 from tracediff.trace import BufferedWriter, TraceWriter
-from tracediff.trace.summary import digest, digest_value, euclidean_norm, shortened
+from tracediff.trace.summary import digest, digest_value, euclidean_norm, plain
+from tracediff.unwritten import Recorded, Unwritten
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
@@ -38,11 +39,6 @@ _BATCH_KINDS: Final = {
 Given = Callable[[Site], NDArray[Any] | None]
 """What a call is to be run on in place of the value it computed at an input's site, or None."""
 
-_Recorded = tuple[
-    Site, int, str, str, str, Sequence[str], str, tuple[int, ...], Mapping[str, Any], int | None
-]
-"""What is known of an event before its value: its first fields as `Tape._write` takes them."""
-
 
 class Tape:
     """Numbers, summarises and writes the events of a run, step by step.
@@ -50,6 +46,9 @@ class Tape:
     Values are summarised, and written or copied, before `emit` returns, so a recorder may pass a
     view of a live tensor: an in-place operation afterwards cannot alter what was recorded. Only
     what is `Deferred` waits, for `settle`.
+
+    Events without payload are handed to the writer together: one by one between the calls of the
+    framework, each would find the processor's caches full of its values.
     """
 
     def __init__(self, writer: TraceWriter | BufferedWriter, policy: Policy) -> None:
@@ -64,7 +63,8 @@ class Tape:
         self._frames: dict[str, Frame] = {}
         self._batch: dict[bytes, int] = {}
         self._emitted: dict[int, Summary] = {}
-        self.waiting: Waiting[_Recorded] = Waiting()
+        self.waiting: Waiting[Recorded] = Waiting()
+        self._unwritten = Unwritten(writer)
         self._kept: dict[tuple[str, str, str], tuple[bool, str]] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
@@ -82,6 +82,15 @@ class Tape:
         self.seen_samples = False
         self.loaded: dict[str, tuple[bytes, str]] = {}
         """Digest and dtype of each parameter as loaded, by its path."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.finish("failed", f"{type(error).__name__}: {error}".splitlines()[0])
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -103,6 +112,7 @@ class Tape:
             for callback in self.on_step_end if self.step_started else ():
                 callback()
             self.settle()
+            self._unwritten.hand_over()
             self.writer.commit_step()
             self.step += 1
             self._order = 0
@@ -116,6 +126,15 @@ class Tape:
             self.step_started = False
             if self.rerun is not None and self.step > self.rerun.stop:
                 raise RerunEnded
+
+    def finish(self, status: str = "finished", error: str | None = None) -> None:
+        """Ends the trace, with what was recorded since the last step; see `TraceWriter.finish`."""
+        try:
+            with self._lock:
+                self.settle()
+                self._unwritten.hand_over()
+        finally:
+            self.writer.finish(status, error)
 
     def note(self, text: str) -> None:
         """Adds a sentence to the manifest, once."""
@@ -325,9 +344,9 @@ class Tape:
                 source = user_line()
             order = self._order
             self._order = order + 1
-            site = Site(step, phase, path, call, port)
-            flow, attributes = tuple(inputs), attributes or {}
-            recorded = site, order, kind, op, source, dims, shard, flow, attributes, twin
+            site = step, phase, path, call, port
+            flow, known = tuple(inputs), plain(attributes) if attributes else {}
+            recorded = site, order, kind, op, source, dims, shard, flow, known, twin
             if self.waiting.must_wait(value):
                 if self.waiting.add(value, recorded):
                     self.settle()
@@ -343,10 +362,9 @@ class Tape:
                 for value, recorded in self.waiting.take():
                     self._write(value, recorded)
 
-    def _write(self, value: Any, recorded: _Recorded) -> None:
-        """Summarises a value and hands its event to the writer."""
-        site, order, kind, op, source, dims, shard, inputs, attributes, twin = recorded
-        phase, path, port = site.phase, site.path, site.port
+    def _write(self, value: Any, recorded: Recorded) -> None:
+        """Summarises a value and hands its event to the writer, or keeps it to be handed over."""
+        (_, phase, path, _, port), order, kind, *_, twin = recorded
         is_array = isinstance(value, np.ndarray)
         if value is None and kind == "tensor":
             kind = "setting"  # it was deferred, and turned out to have no values
@@ -354,31 +372,17 @@ class Tape:
         # A payload must have its digest, even where memory was written to unseen since.
         known = None if twin is None or keep else self._emitted.get(twin)
         if known is None or (sketches and known.sketch is None):
-            array = self._summaries.packed(value) if is_array else value
+            array = self._summaries.packed(value) if is_array else plain(value)
             summary = self._summarised(phase, path, array, sketches)
         else:
             array, summary = value, known
-        event = Event(
-            site=site,
-            order=order,
-            kind=kind,
-            op=op,
-            source=source,
-            dtype=summary.dtype,
-            shape=value.shape if is_array else (),
-            dims=tuple(dims),
-            shard=shard,
-            digest=summary.digest,
-            fingerprint=summary.fingerprint,
-            sketch=_kept_sketch(summary, sketches),
-            inputs=inputs,
-            value=None if is_array else value,
-            attributes=attributes,
-        )
         self._emitted[order] = summary
-        self.writer.add(event, array if keep and is_array else None)
         if phase == "loading" and port == "param":
             self.loaded[path] = summary.digest, summary.dtype
+        shape, other = (value.shape, None) if is_array else ((), array)
+        self._unwritten.add(recorded, kind, shape, other, summary, sketches)
+        if (keep and is_array) or phase == "rendering":
+            self._unwritten.hand_over(array if keep and is_array else None)
 
     def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
         """The summary of a value, with its sketch if one is kept."""
@@ -426,9 +430,3 @@ class Tape:
         """Records settings as events of the environment stage; `path` is the dotted name."""
         for name, value in settings.items():
             self.emit("environment", name, "out", value, kind="setting")
-
-
-def _kept_sketch(summary: Summary, sketches: str) -> NDArray[np.float64] | None:
-    """The sketch of a value that is kept: a whole one, a short one, or none."""
-    whole = summary.sketch if sketches else None
-    return shortened(whole) if whole is not None and sketches == "short" else whole
