@@ -107,6 +107,9 @@ class Replayer(replaying.Replayer):
             resolved |= rope.resolve(settings)
         return resolved
 
+    def conventions(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        return rope.conventions(settings) if op == "RoPE" else {}
+
     def replay(self, call: Call) -> Replayed | None:
         formula = _formula(call.op)
         if formula is None or formula.ports != call.inputs.keys() - formula.further:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,6 +18,24 @@ from tracediff.replayers.reference_rounding import (
     wide,
 )
 from tracediff.replaying import Call, Replayed
+
+_HALF_SPLIT: Final = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "phi",
+    }
+    | {"phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"}
+)
+"""Types of models whose published checkpoints have their pairs half split, as transformers' code
+for each of them takes them (`rotate_half`)."""
 
 
 def rope(call: Call) -> Replayed | None:
@@ -80,3 +98,12 @@ def resolve(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in (None, "default") or scaled is not None:
         return {"base": None}
     return {"base": settings.get("base", settings.get("config.rope_theta"))}
+
+
+def conventions(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the type of a model pairs elements; unknown where the configuration asks for something
+    else, as converted checkpoints whose rows were permuted do."""
+    known = settings.get("config.model_type") in _HALF_SPLIT
+    if known and not settings.get("config.rope_traditional"):
+        return {"traditional": False}
+    return {}

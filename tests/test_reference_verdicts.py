@@ -33,7 +33,12 @@ def record(
     """A trace of one call of one module inside a root module."""
     writer = TraceWriter(path, Run(stack="pytorch", level="module"))
     tape = Tape(writer, Policy())
-    tape.emit_settings({f"block.{name}": value for name, value in (settings or {}).items()})
+    tape.emit_settings(
+        {
+            name if name.startswith("config.") else f"block.{name}": value
+            for name, value in (settings or {}).items()
+        }
+    )
     for name, value in (params or {}).items():
         tape.emit("loading", f"block.{name}", "param", value)
     root = tape.enter("root", "Model")
@@ -219,6 +224,61 @@ def test_a_setting_that_differs_makes_neither_side_wrong(
     assert first.blame == "undecided"
     assert "each side follows its own setting" in first.meaning
     assert f"{setting} {values[0]!r} against {values[1]!r}" in first.meaning
+
+
+def turned(x: Array, interleaved: bool) -> Array:
+    """Rotated pairs as complex numbers: RoFormer, equation 34, written another way."""
+    length, width = x.shape[-2:]
+    rate = 10000.0 ** (-2.0 * np.arange(width // 2) / width)
+    turn = np.exp(1j * np.arange(length)[:, None] * rate)
+    wide = x.astype(np.float64)
+    if interleaved:
+        pairs = (wide[..., ::2] + 1j * wide[..., 1::2]) * turn
+        out = np.stack([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
+    else:
+        pairs = (wide[..., : width // 2] + 1j * wide[..., width // 2 :]) * turn
+        out = np.concatenate([pairs.real, pairs.imag], axis=-1)
+    return out.astype(np.float32)
+
+
+def rotating(x: Array, interleaved: bool, **configuration: Any) -> dict[str, Any]:
+    settings = {f"config.{name}": value for name, value in configuration.items()}
+    settings |= {"base": 10000.0, "traditional": interleaved}
+    return {"op": "RoPE", "x": x, "out": turned(x, interleaved), "settings": settings}
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("named", [True, False])
+def test_pairs_of_another_kind_of_model_are_the_fault_of_the_side_that_takes_them(
+    tmp_path: Path, wrong: int, named: bool
+) -> None:
+    sides = [rotating(x, which == wrong, model_type="llama") for which, x in enumerate((X, NUDGED))]
+    if not named:
+        del sides[1 - wrong]["settings"]["traditional"]  # a stack that knows one kind of pairs
+    first = divergence(judge(tmp_path, *sides))
+    assert first.blame == ("baseline", "target")[wrong]
+    assert "traditional True where llama has False" in first.meaning
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {},
+        {"model_type": "cohere"},
+        {"model_type": "llama", "rope_traditional": True},
+    ],
+)
+def test_pairs_of_a_model_of_unknown_kind_make_neither_side_wrong(
+    tmp_path: Path, configuration: dict[str, Any]
+) -> None:
+    sides = (rotating(X, False, **configuration), rotating(NUDGED, True, **configuration))
+    assert divergence(judge(tmp_path, *sides)).blame == "undecided"
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_pairs_of_one_kind_on_both_sides_are_silent(tmp_path: Path, interleaved: bool) -> None:
+    sides = (rotating(x, interleaved, model_type="llama") for x in (X, NUDGED))
+    assert judge(tmp_path, *sides).outcome == "equivalent"
 
 
 # ---- clean twins --------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Block:
             a.astype(np.float64).reshape(BATCH, LENGTH, -1, SIZE).swapaxes(1, 2)
             for a in (query, key, value)
         )
-        k, v = (np.repeat(a, HEADS // KEY_HEADS, axis=1) for a in (k, v))
+        k, v = (np.repeat(a, HEADS // a.shape[1], axis=1) for a in (k, v))
         scores = self.rounded(self.rounded(q @ k.swapaxes(-1, -2)) * self.scale)
         if self.causal:
             scores = np.where(self.mask, scores, -np.inf)
@@ -126,6 +126,24 @@ class Block:
         tape.emit_out(mlp, "out", out)
         tape.exit(mlp)
         tape.emit_out(root, "out", self.stored(hidden.astype(np.float64) + out))
+        tape.exit(root)
+
+
+class Joined(Block):
+    """Attention whose queries, keys and values are one product, and whose mask is added to the
+    scores and recorded where they are computed: nothing recorded is split into heads but the mask.
+    """
+
+    def run(self, x: Array) -> None:
+        tape = self.tape
+        root = tape.enter("root", "Model")
+        tape.emit_in(root, "in", x)
+        hidden = np.where(self.mask, 0.0, np.finfo(np.float32).min).astype(np.float32)
+        tape.emit_in(root, "in.attention_mask", np.repeat(hidden, BATCH, axis=0))
+        joined = self.linear("c_attn", x, 3 * WIDTH, 1)
+        query, key, value = np.split(joined, 3, axis=-1)
+        out = self.linear("o_proj", self.attention(query, key, value), WIDTH, 4)
+        tape.emit_out(root, "out", out)
         tape.exit(root)
 
 
@@ -179,6 +197,22 @@ def test_attention_without_its_mask(tmp_path: Path, dtype: Any, recorded: bool) 
     first = judged(tmp_path, dtype, sides, sides | {"causal": False}).first
     assert first is not None
     assert (first.site, first.blame) == (SITES["attention"], "target")
+
+
+@DTYPES
+@pytest.mark.parametrize("wrong", [None, "baseline", "target"])
+def test_attention_of_one_product_with_a_mask_that_is_added(
+    tmp_path: Path, dtype: Any, wrong: str | None
+) -> None:
+    sides: dict[str, dict[str, Any]] = {"baseline": {}, "target": {"wide": True}}
+    if wrong:
+        sides[wrong]["scale"] = 1.05 * SIZE**-0.5
+    verdict = bisect(*(Joined(tmp_path / f"{n}.zarr", dtype, **s).path for n, s in sides.items()))
+    if wrong is None:
+        assert verdict.outcome == "equivalent"
+        return
+    assert verdict.first is not None
+    assert (verdict.first.site, verdict.first.blame) == (SITES["attention"], wrong)
 
 
 @DTYPES

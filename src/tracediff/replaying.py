@@ -128,6 +128,11 @@ class Replayer(ABC):
         of the configuration filled in, so that two stacks' settings can be told apart by name."""
         return settings
 
+    def conventions(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Settings of `op` that the kind of model fixes, as the configuration names it: checkpoints
+        of that kind were trained with them. Empty where that is not known."""
+        return {}
+
     @abstractmethod
     def replay(self, call: Call) -> Replayed | None:
         """Recomputes the output of a call.

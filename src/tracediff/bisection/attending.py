@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.bisection.relation import Attempt, Inputs, Relation
+from tracediff.compare.masks import is_mask_port
 from tracediff.compare.places import evenly
 from tracediff.events import Pair
 
@@ -56,6 +57,7 @@ def relations(
         recorded: The mask that each side was given, where it is known.
     """
     shape = attempt.values[0].shape
+    sources = [source for source in sources if not is_mask_port(source[0].baseline.site.port)]
     size = _head_size(attempt, sources) if len(shape) == 3 else 0
     if not size or shape[-1] % size:
         return

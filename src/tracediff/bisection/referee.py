@@ -276,6 +276,8 @@ def _blamed(ruling: Ruling, calls: Calls, values: Values, counts: Counts) -> Rul
         if not found.holds:
             wrong.append(name)
         evidence[f"distance_{name}"] = found.distance
+    if not wrong and (departing := _departing(calls, values, counts)):
+        return replace(ruling, blame=departing[0], evidence=evidence, note=departing[1])
     blame = "both" if len(wrong) == 2 else wrong[0] if wrong else "undecided"
     note = ""
     differing = _differing(calls[0].settings, calls[1].settings)
@@ -283,6 +285,27 @@ def _blamed(ruling: Ruling, calls: Calls, values: Values, counts: Counts) -> Rul
         what = ", ".join(f"{name} {a!r} against {b!r}" for name, (a, b) in differing.items())
         note = f"each side follows its own setting ({what})"
     return replace(ruling, blame=blame, evidence=evidence, note=note)
+
+
+def _departing(calls: Calls, values: Values, counts: Counts) -> tuple[str, str] | None:
+    """The side whose result follows from its own settings and not from what its own type of model
+    fixes, where the other side's follows from that; and a sentence."""
+    holding = []
+    for call, value in zip(calls, values, strict=True):
+        fixed = reference().conventions(call.op, call.settings)
+        replayed = replay(call, {**call.settings, **fixed}) if fixed else None
+        if replayed is None:
+            return None
+        holding.append(side(value, replayed, counts).holds)
+    if all(holding) or not any(holding):
+        return None
+    wrong = holding.index(False)
+    settings = calls[wrong].settings
+    what = ", ".join(
+        f"{name} {settings.get(name)!r} where {settings.get('config.model_type')} has {right!r}"
+        for name, right in reference().conventions(calls[wrong].op, settings).items()
+    )
+    return _SIDES[wrong], f"the {_SIDES[wrong]} follows a setting of its own ({what})"
 
 
 def _follow_their_own(calls: Calls, values: Values, counts: Counts) -> bool:
