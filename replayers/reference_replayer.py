@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tracediff import replaying
 from tracediff.replayers import reference_attention as attention
 from tracediff.replayers import reference_elementwise as elementwise
+from tracediff.replayers import reference_experts as experts
 from tracediff.replayers import reference_glue as glue
 from tracediff.replayers import reference_losses as losses
 from tracediff.replayers import reference_norms as norms
@@ -51,6 +52,7 @@ _FORMULAS: Final[tuple[tuple[re.Pattern[str], _Formula], ...]] = tuple(
         (r"Embedding", _Formula(products.embedding)),
         (r"\w*RMSNorm|T5LayerNorm", _Formula(norms.rms_norm)),
         (r"LayerNorm", _Formula(norms.layer_norm)),
+        (r"Qwen3MoeSparseMoeBlock", _Formula(experts.sparse_moe)),
         (r"RoPE", _plain(rope.rope)),
         (r"SiLU(Activation)?", _plain(elementwise.silu)),
         (r"(New|Fast)?GELU(Activation)?|GELUTanh|PytorchGELUTanh", _plain(elementwise.gelu)),
@@ -82,6 +84,8 @@ _FORMULAS: Final[tuple[tuple[re.Pattern[str], _Formula], ...]] = tuple(
     )
 )
 
+_BY_ROWS: Final = (products.linear, products.conv1d, experts.sparse_moe)
+
 _IMPLIED: Final[tuple[tuple[re.Pattern[str], Mapping[str, Any]], ...]] = (
     (re.compile(r"(Gemma\w*|Qwen3Next)RMSNorm"), {"offset": 1.0}),
     (re.compile(r"(New|Fast)GELU(Activation)?|GELUTanh|PytorchGELUTanh"), {"approximate": "tanh"}),
@@ -99,7 +103,7 @@ class Replayer(replaying.Replayer):
 
     def is_by_rows(self, op: str) -> bool:
         formula = _formula(op)
-        return formula is not None and formula.function in (products.linear, products.conv1d)
+        return formula is not None and formula.function in _BY_ROWS
 
     def resolve(self, op: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         resolved = {**_implied(op), **settings}

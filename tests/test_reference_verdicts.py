@@ -29,9 +29,10 @@ def record(
     out: Array,
     params: Mapping[str, Array] | None = None,
     settings: Mapping[str, Any] | None = None,
+    stack: str = "pytorch",
 ) -> Path:
     """A trace of one call of one module inside a root module."""
-    writer = TraceWriter(path, Run(stack="pytorch", level="module"))
+    writer = TraceWriter(path, Run(stack=stack, level="module"))
     tape = Tape(writer, Policy())
     tape.emit_settings(
         {

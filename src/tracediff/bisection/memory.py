@@ -32,18 +32,20 @@ class Memory:
                 self._remember_setting(event.site.path, event.value)
 
     def finish(self, events: Iterable[Event]) -> None:
-        """Takes in what a step leaves: updated parameters."""
-        for event in events:
-            if event.site.phase == "optimizer" and event.site.port == "param":
-                self._remember(event)
+        """Takes in what a step leaves: updated parameters. What was taken apart is then known by
+        its parts alone."""
+        updated = [e for e in events if (e.site.phase, e.site.port) == ("optimizer", "param")]
+        for event in updated:
+            if event.view and event.view.whole.site.path != event.site.path:
+                self._forget(event.view.whole.site.path)
+        for event in updated:
+            self._remember(event)
 
     def forget_stale(self, events: Iterable[Event]) -> None:
         """Forgets the trainable parameters that this step, the latest, did not update."""
         updated = {e.site.path for e in events if e.site.port == "param"}
         for path in self._trainable - updated:
-            for name in (path, *self._aliases.get(path, ())):
-                for owner, rest in _owners(name):
-                    self._params[owner].pop(rest, None)
+            self._forget(path)
 
     def params(self, path: str) -> Mapping[str, Event]:
         return self._params.get(path, {})
@@ -62,6 +64,11 @@ class Memory:
                 self._params[owner][name] = event
                 if event.shard:
                     self._parted.add(owner)
+
+    def _forget(self, path: str) -> None:
+        for name in (path, *self._aliases.get(path, ())):
+            for owner, rest in _owners(name):
+                self._params[owner].pop(rest, None)
 
     def _remember_setting(self, path: str, value: Any) -> None:
         if path.startswith(("config.", "torch.", "mlx.")):
