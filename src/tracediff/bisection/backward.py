@@ -169,6 +169,10 @@ class Backward:
         known = whole.payload is not None and len(whole.shape) == 3 and whole.shape == event.shape
         return self._trace.array(whole) if known else None
 
+    def of_input(self, key: Key, dtype: str) -> Replayed | None:
+        """What a call passes back to its input."""
+        return self._gradient(key, dtype, "in", None)
+
     def gradient_at(self, key: Key, rows: Rows) -> Array | None:
         """The recorded gradient of a call's output."""
         event = self.grads.get(key)

@@ -1,9 +1,9 @@
 """Which side is wrong at the first divergence: each is held to what it was itself given.
 
 The referee blames where a formula decides. Here are the other witnesses: the weight files that a
-side loaded and the configuration next to them, its own samples, its own logits and next tokens, the
-number of its latest update. A side that departs from its own is wrong; where both or neither do,
-nobody is blamed.
+side loaded and the configuration next to them, its own samples, its own logits and next tokens,
+what its attention passes back, the number of its latest update. A side that departs from its own is
+wrong; where both or neither do, nobody is blamed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tracediff.bisection.configuration import departures, follows_rotary_base, i
 from tracediff.bisection.inheritance import Judged
 from tracediff.bisection.weights import Files
 from tracediff.errors import TraceError
-from tracediff.events import Event
+from tracediff.events import Event, Site
 from tracediff.trace import Trace
 from tracediff.verdict import Divergence
 
@@ -38,6 +38,8 @@ def assign(found: Divergence, first: Judged | Divergence, traces: Traces) -> Div
         found = _of_loss(found, first, traces)
     elif isinstance(first, Judged) and (found.stage, found.port) == ("optimizer", "hyper"):
         found = _of_count(found, first, traces)
+    elif (found.stage, found.port) in (("backward", "grad"), ("backward", "grad_out")):
+        found = _of_values(found, traces)
     if found.blame == "undecided" and found.stage in ("loading", "forward"):
         found = _of_configuration(found, traces)
     return found
@@ -107,6 +109,16 @@ def _of_loss(found: Divergence, first: Judged, traces: Traces) -> Divergence:
         return found
     means = [loss.is_mean for loss in examined]
     return _told(found, means, "on the {} it is not the mean over the tokens with a gradient")
+
+
+def _of_values(found: Divergence, traces: Traces) -> Divergence:
+    """The gradient of attention's values is wrong on the side on which it does not sum to what
+    attention passes back."""
+    from tracediff.bisection.attention_gradients import examine
+
+    sites = Site.parse(found.site), Site.parse(found.target_site or found.site)
+    why = "on the {} the gradient of the values does not sum to what attention passes back"
+    return _told(found, examine(traces, sites), why)
 
 
 def _of_count(found: Divergence, first: Judged, traces: Traces) -> Divergence:

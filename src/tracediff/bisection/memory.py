@@ -58,6 +58,10 @@ class Memory:
     def settings(self, path: str) -> dict[str, Any]:
         return self._configuration | self._settings.get(path, {})
 
+    def trains(self, path: str) -> bool:
+        """Whether a module has parameters that are trained."""
+        return any(event.site.path in self._trainable for event in self.params(path).values())
+
     def _remember(self, event: Event) -> None:
         for path in (event.site.path, *self._aliases.get(event.site.path, ())):
             for owner, name in _owners(path):
