@@ -1,0 +1,31 @@
+"""What is known of a value is right, whether it was taken for a new one or not."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracediff.summaries import Summaries
+from tracediff.trace.summary import digest, fingerprint, sketch
+
+VALUES = [np.full(size, value, np.float32) for value in (0.0, 1.5) for size in (1, 5_000, 40_000)]
+TAKEN = st.tuples(st.sampled_from(range(len(VALUES))), st.booleans())
+
+
+@given(brief=st.booleans(), steps=st.lists(st.lists(TAKEN, max_size=5), max_size=4))
+def test_values_that_come_again_in_any_order(
+    brief: bool, steps: list[list[tuple[int, bool]]]
+) -> None:
+    summaries = Summaries(brief)
+    for step in steps:
+        for place, sketched in step:
+            value = VALUES[place]
+            found = summaries.of(value, sketched)
+            assert found.digest == digest(value)
+            assert found.dtype == "float32"
+            np.testing.assert_array_equal(found.fingerprint, fingerprint(value, brief=brief))
+            if sketched:
+                assert found.sketch is not None
+                np.testing.assert_array_equal(found.sketch, sketch(value))
+        summaries.advance()
