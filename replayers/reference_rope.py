@@ -20,19 +20,10 @@ from tracediff.replayers.reference_rounding import (
 from tracediff.replaying import Call, Replayed
 
 _HALF_SPLIT: Final = frozenset(
-    {
-        "gemma",
-        "gemma2",
-        "gpt_neox",
-        "granite",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo",
-        "olmo2",
-        "phi",
-    }
-    | {"phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"}
+    (
+        *("gemma", "gemma2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2"),
+        *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
+    )
 )
 """Types of models whose published checkpoints have their pairs half split, as transformers' code
 for each of them takes them (`rotate_half`)."""
