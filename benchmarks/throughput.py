@@ -27,7 +27,7 @@ from tracediff.compare import max_ulp, measure
 from tracediff.events import Run
 from tracediff.testing import build_event
 from tracediff.trace import Trace, TraceWriter, verify
-from tracediff.trace.summary import digest, fingerprint, sketch
+from tracediff.trace.summary import digest, fingerprint, sketch, summary
 
 Array = NDArray[Any]
 Best = dict[tuple[str, str], tuple[float, float]]
@@ -108,9 +108,9 @@ def values(meter: Meter, tensors: list[Array], engine: str) -> None:
             assert max_ulp(a, b)
     functions: dict[str, Callable[[Array], object]] = {
         "digest": digest,
-        "fingerprint, brief": lambda tensor: fingerprint(tensor, brief=True),
-        "fingerprint, full": fingerprint,
+        "fingerprint": fingerprint,
         "sketch": sketch,
+        "all three in one pass": lambda tensor: summary(tensor, brief=True, sketched=True),
     }
     for what, function in functions.items():
         with meter.measuring(f"{what}, {name}", total, engine):
@@ -119,18 +119,19 @@ def values(meter: Meter, tensors: list[Array], engine: str) -> None:
 
 
 def small(meter: Meter, engine: str) -> None:
-    """Tensors of a tiny model: 27,000 elements."""
-    a = np.random.default_rng(0).standard_normal(27_000).astype(np.float32)
+    """Tensors of a tiny model: 16,000 elements."""
+    a = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
     b = a * np.float32(1 + 2**-20)
     functions: dict[str, tuple[int, Callable[[], object]]] = {
         "digest": (1, lambda: digest(a)),
         "fingerprint, brief": (1, lambda: fingerprint(a, brief=True)),
         "fingerprint, full": (1, lambda: fingerprint(a)),
         "sketch": (1, lambda: sketch(a)),
+        "all three in one pass": (1, lambda: summary(a, brief=True, sketched=True)),
         "compare": (2, lambda: measure(a, b)),
     }
     for what, (sides, function) in functions.items():
-        with meter.measuring(f"{what}, 27,000 float32", 100 * sides * a.nbytes, engine):
+        with meter.measuring(f"{what}, 16,000 float32", 100 * sides * a.nbytes, engine):
             for _ in range(100):
                 function()
 
