@@ -116,6 +116,19 @@ def test_rounding_that_grows_is_silent_and_hardly_read(baseline: Path, tmp_path:
     assert verify(target).sound
 
 
+def test_what_its_bound_allows_and_no_step_before_is_told(
+    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten times as far apart as before is told here, since nothing wider is within these bounds."""
+    monkeypatch.setattr("tracediff.bisection.course.CLEAR", 8.0)
+    nudged = at({57: ("layers.0", lambda value: value * np.float32(1 + 1e-6))})
+    for fault, told in ((nudged, ["57/forward/layers.0#0:out"]), (at({}), [])):
+        verdict = bisect(baseline, other(tmp_path / f"{len(told)}.zarr", fault=fault))
+        assert verdict.outcome == "equivalent"
+        jumps = [w.split()[0] for w in verdict.warnings if "times as far apart as such values" in w]
+        assert jumps == told
+
+
 def test_values_that_were_kept_are_read_for_suspects_only(tmp_path: Path) -> None:
     a = recorded(tmp_path / "a.zarr", 60, "module")
     b = other(tmp_path / "b.zarr", 60, "module", fault=at({37: ("layers.0", scaled)}))

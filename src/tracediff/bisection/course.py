@@ -27,12 +27,18 @@ from numpy.typing import NDArray
 from tracediff.bisection.healing import Step
 from tracediff.bisection.values import is_float
 from tracediff.compare.figures import unit_roundoff
-from tracediff.events import EXACT_KINDS, Event, Pair
+from tracediff.events import EXACT_KINDS, Event, Pair, Site
 from tracediff.trace import Trace
 from tracediff.trace.sums import OWN, marked, marks, width
 
 JUMP: Final = 8.0
 """How many times further apart than before a value may be in a step that nobody looks at."""
+
+CLEAR: Final = JUMP**2
+"""How many times further apart than before a value is told of, though its bound allows it."""
+
+_SETTLED: Final = 3
+"""Steps after which values are as far apart as a matter of course: the first updates part them."""
 
 _SHORTEST: Final = 4
 _LONGEST: Final = 64
@@ -54,12 +60,14 @@ class _Rows:
     """Marks of both sides that belong to each other.
 
     Attributes:
+        sites: Of each value, in order.
         places: Their places among the marks of each side.
         starts: Where among them a value's begin: its own, or those from its sketch.
         floor: What rounding may make each value apart, however close it was before.
         kinds: For each kind of value, which values are held to the worst of which.
     """
 
+    sites: tuple[Site, ...]
     places: tuple[_Array, _Array]
     starts: _Array
     floor: _Array
@@ -93,6 +101,8 @@ class Course:
         self._usual = np.zeros(0)
         self._phases: Counter[str] = Counter()
         self._kept: dict[tuple[bool, int], _Array | None] = {}
+        self._taken = 0
+        self._jumps: list[tuple[Site, float]] = []
         self.left_out: Counter[str] = Counter()
         self.steps = 0
 
@@ -107,8 +117,18 @@ class Course:
         if (apart[exact] > _EXACT).any():
             self._rows = None  # equal in meaning only: its marks say nothing
             return
+        self._look(self._rows, apart)
         self._usual = self._rows.usual(apart)
         self._phases = Counter(pair.baseline.site.phase for pair in step.alignment.pairs)
+
+    def _look(self, rows: _Rows, apart: _Array) -> None:
+        """Looks for the first value that is clearly further apart than in the steps before."""
+        self._taken += 1
+        if self._taken > _SETTLED and apart.size == self._usual.size:
+            places = np.flatnonzero(apart > CLEAR * self._usual)
+            if places.size:
+                first = int(places[0])
+                self._jumps.append((rows.sites[first], float(apart[first] / self._usual[first])))
 
     def next(self, at: int, end: int) -> int:
         """The place of the first step after the one at `at` that has to be judged; `end` if none
@@ -131,12 +151,20 @@ class Course:
             self.left_out[phase] += count * pairs
 
     def told(self) -> list[str]:
-        """What was not looked at value by value, in a sentence."""
+        """What was not looked at value by value, and what its bound allows but no step before, in
+        sentences."""
+        jumps = [
+            f"{site} is {ratio:.2g} times as far apart as such values were in the steps before, "
+            "which its bound allows as it has grown with the run: replay the step, or record its "
+            "values"
+            for site, ratio in self._jumps
+        ]
         if not self.steps:
-            return []
+            return jumps
         return [
             f"{self.steps} steps were compared by sums of their norms and sketches, not value by "
-            f"value: in none of them is anything more than {JUMP:g} times as far apart as before"
+            f"value: in none of them is anything more than {JUMP:g} times as far apart as before",
+            *jumps,
         ]
 
     def _close(self, since: int, until: int) -> bool:
@@ -176,6 +204,7 @@ def _rows(pairs: Sequence[Pair], events: Sequence[Sequence[Event]]) -> _Rows | N
     """The marks that pairs have on both sides; None where marks cannot tell of some pair."""
     offsets = [_offsets(side) for side in events]
     places: tuple[list[int], list[int]] = ([], [])
+    sites: list[Site] = []
     starts: list[int] = []
     floors: list[float] = []
     kinds: list[tuple[str, ...]] = []
@@ -190,6 +219,7 @@ def _rows(pairs: Sequence[Pair], events: Sequence[Sequence[Event]]) -> _Rows | N
         if width(a) == width(b) > OWN and pair.layout == "same":
             groups.append((OWN, width(a)))
         for begin, end in groups:
+            sites.append(a.site)
             starts.append(len(places[0]))
             floors.append(_floor(a, b))
             kinds.append((a.site.phase, a.site.port.partition(".")[0], str(begin)))
@@ -199,7 +229,7 @@ def _rows(pairs: Sequence[Pair], events: Sequence[Sequence[Event]]) -> _Rows | N
         return None
     floor = np.array(floors)
     places_of = np.array(places[0]), np.array(places[1])
-    return _Rows(places_of, np.array(starts), floor, tuple(_kinds(kinds, floor)))
+    return _Rows(tuple(sites), places_of, np.array(starts), floor, tuple(_kinds(kinds, floor)))
 
 
 def _kinds(kinds: Sequence[tuple[str, ...]], floor: _Array) -> Iterator[tuple[_Array, _Array]]:
