@@ -10,7 +10,7 @@ import pytest
 from tests.damage import rewrite, three_steps
 from tracediff.errors import CorruptTraceError, TraceError
 from tracediff.testing import build_trace
-from tracediff.trace import Trace, verify
+from tracediff.trace import Trace, repair, verify
 from tracediff.trace.compression import TEXTS, compress
 
 
@@ -89,6 +89,7 @@ def chunked(document: dict[str, object], shape: list[int], chunk: list[int]) -> 
         {f"{PAYLOAD}/zarr.json": None},
         {f"{PAYLOAD}/zarr.json": b"{}"},
         {f"{PAYLOAD}/zarr.json": lambda d: {**d, "data_type": "int64"}},
+        {f"{PAYLOAD}/zarr.json": lambda d: {**d, "data_type": {"name": "float64"}}},
         {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40], [1])},
         {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40], [0])},
         {f"{PAYLOAD}/zarr.json": lambda d: chunked(d, [40], [10**15])},
@@ -105,6 +106,21 @@ def test_hostile_payloads_are_refused(path: Path, changes: dict[str, object]) ->
     with pytest.raises(TraceError, match=r"00000001\.zip"):
         trace.array(event)
     assert not verify(path).sound
+
+
+def test_repair_leaves_out_a_payload_whose_type_is_none(path: Path, tmp_path: Path) -> None:
+    rewrite(
+        path,
+        {
+            "events/order/zarr.json": None,
+            f"{PAYLOAD}/zarr.json": lambda d: {**d, "data_type": {"name": "float64"}},
+        },
+    )
+    repair(path, tmp_path / "new.zarr")
+    with Trace(tmp_path / "new.zarr") as repaired:
+        sites = [str(event.site) for event in repaired.events(1)]
+    assert sites
+    assert "1/forward/m0#0:out" not in sites
 
 
 def test_a_huge_shape_that_the_columns_claim_too_is_refused(path: Path) -> None:

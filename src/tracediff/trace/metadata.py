@@ -135,7 +135,7 @@ def parse_array(document: Any) -> ArrayInfo:
     if not isinstance(document, dict) or document.get("node_type") != "array":
         raise ValueError("it is no array")
     data_type = document.get("data_type")
-    if data_type != STRING and data_type not in DTYPES:
+    if not isinstance(data_type, str) or (data_type != STRING and data_type not in DTYPES):
         raise ValueError(f"its data type is {data_type!r}")
     codecs = document.get("codecs")
     names = (
