@@ -1,4 +1,4 @@
-"""In which order files of tests run, and what they are spared.
+"""In which order files of tests run, what they are spared, and what those of commands share.
 
 The longest files come first, so that no process has one left when the others are done.
 
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.commands import Cli, build, runner
 
 LONGEST = (
     "test_postmortem.py",
@@ -60,3 +63,26 @@ def imports_in_sight() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+# ---- commands ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    return build(tmp_path / "baseline.zarr")
+
+
+@pytest.fixture
+def same(tmp_path: Path) -> Path:
+    return build(tmp_path / "same.zarr")
+
+
+@pytest.fixture
+def drifted(tmp_path: Path) -> Path:
+    return build(tmp_path / "drifted.zarr", scale=1.5)
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+    return runner(capfd)

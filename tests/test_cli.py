@@ -9,31 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.commands import HIDDEN, Cli, build, one_line, runner
+from tests.commands import HIDDEN, Cli, one_line
 from tracediff import bisection, session
 from tracediff.errors import RulesError, ScriptError
 from tracediff.events import Run
 from tracediff.verdict import Verdict
-
-
-@pytest.fixture
-def baseline(tmp_path: Path) -> Path:
-    return build(tmp_path / "baseline.zarr")
-
-
-@pytest.fixture
-def same(tmp_path: Path) -> Path:
-    return build(tmp_path / "same.zarr")
-
-
-@pytest.fixture
-def drifted(tmp_path: Path) -> Path:
-    return build(tmp_path / "drifted.zarr", scale=1.5)
-
-
-@pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
-    return runner(capfd)
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, verdict: Verdict) -> None:

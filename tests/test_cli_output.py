@@ -10,18 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import build
 from tracediff.cli.output import write
-
-
-@pytest.fixture
-def baseline(tmp_path: Path) -> Path:
-    return build(tmp_path / "baseline.zarr")
-
-
-@pytest.fixture
-def drifted(tmp_path: Path) -> Path:
-    return build(tmp_path / "drifted.zarr", scale=1.5)
 
 
 def test_a_file_that_cannot_be_completed_leaves_the_old_one(

@@ -8,29 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.commands import HIDDEN, Cli, build, one_line, runner
+from tests.commands import HIDDEN, Cli, build, one_line
 from tracediff.events import Run
 from tracediff.trace import TraceWriter
-
-
-@pytest.fixture
-def baseline(tmp_path: Path) -> Path:
-    return build(tmp_path / "baseline.zarr")
-
-
-@pytest.fixture
-def same(tmp_path: Path) -> Path:
-    return build(tmp_path / "same.zarr")
-
-
-@pytest.fixture
-def drifted(tmp_path: Path) -> Path:
-    return build(tmp_path / "drifted.zarr", scale=1.5)
-
-
-@pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
-    return runner(capfd)
 
 
 def test_diff_lists_every_site(cli: Cli, baseline: Path, drifted: Path) -> None:

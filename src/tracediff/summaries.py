@@ -53,7 +53,7 @@ class Summaries:
     def of(self, array: NDArray[Any], sketched: bool) -> Summary:
         """The summary of an array in C order, with its sketch if there is to be one."""
         dtype, statistics, total = name_of(array.dtype), None, None
-        if self._is_expected():
+        if self._expects_new():
             of_value, statistics, total = summary(array, brief=self._brief, sketched=sketched)
         else:
             of_value = digest(array)
@@ -68,7 +68,7 @@ class Summaries:
         self._known[key] = known
         return known
 
-    def _is_expected(self) -> bool:
+    def _expects_new(self) -> bool:
         """Whether the value that comes now is expected to be a new one."""
         place = len(self._is_new)
         return place >= len(self._was_new) or self._was_new[place]

@@ -1,8 +1,8 @@
 /* The count sketch: every element is added to one of 256 buckets, or taken from it. */
 #include "values.h"
 
-#define BLOCK_ROWS 256 /* whose sums are added to the total at once */
-#define WORDS 5                /* of hash a row: four of signs, and the place that it starts at */
+#define BLOCK_ROWS 256 /* rows whose sums are added to the total at once */
+#define WORDS 5        /* of hash a row: four of signs, and the place that it starts at */
 
 #define GAMMA UINT64_C(0x9E3779B97F4A7C15)
 #define MINUS UINT64_C(0x8000000000000000)
