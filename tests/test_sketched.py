@@ -36,13 +36,24 @@ def pair(folder: Path, fault: toy.Fault = toy.no_fault) -> tuple[Path, Path]:
     return a, b
 
 
-def test_steps_between_two_whole_sketches_have_short_ones_of_the_state(tmp_path: Path) -> None:
+def test_steps_between_two_whole_sketches_have_short_ones(tmp_path: Path) -> None:
+    """Of the optimizer's state, and of what each module returns."""
     path = toy.record(tmp_path / "a.zarr", steps=5, level="digest")
     with Trace(path) as trace:
-        sizes = {(e.site.phase, np.size(e.sketch)) for e in trace.events(4) if e.sketch is not None}
-        assert sizes == {("optimizer", SHORT_SKETCH)}
-        kept = {e.site.port for e in trace.events(4) if e.sketch is not None}
-        assert kept == {"grad", "update", "param"}
+        kept = [e for e in trace.events(4) if e.sketch is not None]
+        assert {np.size(e.sketch) for e in kept} == {SHORT_SKETCH}
+        assert {(e.site.phase, e.site.port) for e in kept} == {
+            ("forward", "out"),
+            ("optimizer", "grad"),
+            ("optimizer", "update"),
+            ("optimizer", "param"),
+        }
+        assert {e.site.path for e in kept if e.site.phase == "forward"} == {
+            "layers.0",
+            "act",
+            "layers.1",
+            "root",
+        }
         whole = {np.size(e.sketch) for e in trace.events(2) if e.sketch is not None}
         assert whole == {SKETCH_SIZE}
 
@@ -86,6 +97,11 @@ FAULTS = {
     "the output of a module": (
         "layers.1",
         lambda x: x * np.float32(1.02),
+        "forward/layers.1#0:out",
+    ),
+    "the output of a module, as large as before": (
+        "layers.1",
+        lambda x: x[:, ::-1],
         "forward/layers.1#0:out",
     ),
     "a gradient before the update": (

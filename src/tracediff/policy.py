@@ -23,6 +23,7 @@ class Policy:
             those of every operation as well; `op-digest` records every operation and keeps none.
         steps: Steps whose payloads are kept and whose operations are recorded, or None for all.
         sketch_every: Where payloads are not kept, steps at which every event keeps a sketch.
+            At the others what modules return keeps a short one, unless operations are recorded.
         state_every: Likewise, steps at which parameters, updates and their gradients keep a whole
             one; at the others they keep a short one.
         only: Module path, or a pattern for it, to which tensor payloads and operations are
@@ -71,12 +72,16 @@ class Policy:
 
         A parameter, its update and the gradient that it is made of keep one at every step: what
         goes wrong in the optimizer's state shows in the update, and from then on in the parameter.
+        So does what a module returns: without, nobody could say how far it really is apart, and
+        what rounding may have done to all weights before it would allow for a fault. Recordings of
+        operations do without: they are not left on, and would hash what both return once more.
         """
-        is_kept = phase == "optimizer" and port in ("grad", "update", "param")
-        every = self.state_every if is_kept else self.sketch_every
+        is_state = phase == "optimizer" and port in ("grad", "update", "param")
+        every = self.state_every if is_state else self.sketch_every
         if phase == "loading" or step < 3 or step % every == 0:
             return "whole"
-        return "short" if is_kept else ""
+        is_result = phase == "forward" and port.startswith("out") and not self.operations
+        return "short" if is_state or is_result else ""
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -74,7 +74,8 @@ def record(
         level: `digest`, `module`, `op-digest` or `op`.
         steps: Steps whose payloads are kept and whose operations are recorded, such as
             `0:3,100`; all by default.
-        sketch_every: At level `digest`, steps at which every event keeps a sketch.
+        sketch_every: At level `digest`, steps at which every event keeps a sketch; at the others
+            what modules return keeps one of 32 buckets.
         sketch_state: At level `digest`, steps at which parameters, updates and gradients keep a
             whole one, in place of a short one of 32 buckets.
         only: Module path or pattern, to which payloads and operations are restricted.

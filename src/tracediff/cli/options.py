@@ -79,7 +79,11 @@ Only = Annotated[
 ]
 SketchEvery = Annotated[
     int,
-    typer.Option(metavar="N", help="Where values are not kept, keep sketches at every Nth step."),
+    typer.Option(
+        metavar="N",
+        help="Where values are not kept, whole sketches of everything at every Nth step, short ones "
+        "of what modules return at the others.",
+    ),
 ]
 SketchState = Annotated[
     int,
