@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import weakref
 from collections import defaultdict
@@ -15,6 +14,7 @@ import mlx.core as mx
 from numpy.typing import NDArray
 
 from tracediff.deferred import Deferred
+from tracediff.forks import process_id
 from tracediff.recorders.mlx_arrays import Ports, to_numpy
 from tracediff.recorders.mlx_roots import Roots
 from tracediff.recording import Frame, Patches, Tape
@@ -100,12 +100,12 @@ class State:
     _grads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _grads_step: int = 0
     _names: dict[int, NamedArray] = field(default_factory=dict)
-    _process: int = field(default_factory=os.getpid)
+    _process: int = field(default_factory=process_id)
 
     @property
     def recording(self) -> bool:
         """Whether values may be recorded: a forked worker must not write to this trace."""
-        return self.active and os.getpid() == self._process
+        return self.active and process_id() == self._process
 
     @property
     def evaluating(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from tracediff.checkpoint import Checkpoints
+from tracediff.forks import process_id
 from tracediff.recorders.pytorch_roots import Roots
 from tracediff.recorders.pytorch_tensors import Ports, read_part
 from tracediff.recording import Frame, Tape
@@ -52,12 +52,12 @@ class State:
         self._sources: tuple[int, tuple[int, ...]] = (0, ())
         self._emitted: dict[tuple[str, int, str], int] = defaultdict(int)
         self._emitted_step = 0
-        self._process = os.getpid()
+        self._process = process_id()
 
     @property
     def recording(self) -> bool:
         """Whether values may be recorded: a forked worker must not write to this trace."""
-        return self.active and os.getpid() == self._process
+        return self.active and process_id() == self._process
 
     @property
     def evaluating(self) -> bool:

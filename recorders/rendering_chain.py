@@ -10,7 +10,6 @@ loader's worker, `datasets.map`) cannot write into the trace: its chain spools, 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.errors import UsageError
+from tracediff.forks import process_id
 from tracediff.recorders.rendering_spool import Operation
 from tracediff.recording import Patches, Tape
 from tracediff.rendering.steps import listening
@@ -60,7 +60,7 @@ class Chain:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._process = os.getpid()
+        self._process = process_id()
         self._active = True
         self._inside = False
         self._count = 0
@@ -103,7 +103,7 @@ class Chain:
     @property
     def forked(self) -> bool:
         """Whether this process was forked from the recorded one."""
-        return os.getpid() != self._process
+        return process_id() != self._process
 
     # ---- samples ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "tracediff"
 
 TIERS = (
-    {"collector", "errors", "events", "kernels", "on_demand"},
+    {"collector", "errors", "events", "forks", "kernels", "on_demand"},
     {"verdict", "operations"},
     {"trace"},
     {"deferred", "draws", "frames", "launched", "policy", "rerun", "source_lines", "summaries"},

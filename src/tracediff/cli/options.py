@@ -81,8 +81,8 @@ SketchEvery = Annotated[
     int,
     typer.Option(
         metavar="N",
-        help="Where values are not kept, whole sketches of everything at every Nth step, short ones "
-        "of what modules return at the others.",
+        help="Where values are not kept, whole sketches of everything at every Nth step, and short "
+        "ones of what modules return at the others.",
     ),
 ]
 SketchState = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.events import Event, Run
+from tracediff.forks import process_id
 from tracediff.trace.segment_writer import as_written
 from tracediff.trace.snapshot import Tree
 from tracediff.trace.writer import TraceWriter
@@ -49,7 +49,7 @@ class BufferedWriter:
         self._writer = writer
         self._limit = max(limit, _BATCH)
         self._on_full = on_full
-        self._pid = os.getpid()
+        self._pid = process_id()
         self._batch: list[tuple[Event, _Payload]] = []
         self._batch_bytes = 0
         self._stored: set[tuple[bytes, str, tuple[int, ...]]] = set()
@@ -73,7 +73,7 @@ class BufferedWriter:
 
     def add(self, event: Event, payload: NDArray[Any] | None) -> None:
         """As `TraceWriter.add`; everything has been copied when this returns."""
-        if os.getpid() != self._pid:
+        if process_id() != self._pid:
             return
         if self._stopping:
             self._writer.add(event, payload)  # which refuses it
@@ -115,14 +115,14 @@ class BufferedWriter:
 
     def commit_step(self) -> None:
         """As `TraceWriter.commit_step`, which is called by the thread."""
-        if os.getpid() == self._pid:
+        if process_id() == self._pid:
             self._hand_over()
             self._put(0, self._writer.commit_step)
             self._stored.clear()
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""
-        if os.getpid() == self._pid:
+        if process_id() == self._pid:
             self._flush()
             self._stored.clear()
             self._writer.discard_step()
@@ -131,14 +131,14 @@ class BufferedWriter:
 
     def add_snapshot(self, step: int, tree: Tree, keep: int | None = None) -> list[str]:
         """As `TraceWriter.add_snapshot`, once the buffer is empty."""
-        if os.getpid() != self._pid:
+        if process_id() != self._pid:
             return []
         self._flush()
         return self._writer.add_snapshot(step, tree, keep)
 
     def add_note(self, text: str) -> None:
         """As `TraceWriter.add_note`, once the buffer is empty."""
-        if os.getpid() == self._pid:
+        if process_id() == self._pid:
             self._flush()
             self._writer.add_note(text)
 
@@ -148,7 +148,7 @@ class BufferedWriter:
         Raises:
             TraceError: The rest, the last step or the manifest cannot be written.
         """
-        if os.getpid() != self._pid:
+        if process_id() != self._pid:
             return
         failure: BaseException | None = None
         try:

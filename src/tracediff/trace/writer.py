@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tracediff.errors import NotATraceError, TraceError, TraceExistsError
 from tracediff.events import Event, Run, Site
+from tracediff.forks import process_id
 from tracediff.trace.columns import Encoder
 from tracediff.trace.dtypes import storable
 from tracediff.trace.index import Prefix, StepIndex, step_index, write_index
@@ -91,7 +92,7 @@ class TraceWriter:
         self._compress = compress
         self._root = self.path.resolve()
         self._folder = self._root / SEGMENTS / str(rank)
-        self._pid = os.getpid()
+        self._pid = process_id()
         self._sealer = Sealer(self._root, rank) if seal else None
         self._snapshots: list[Path] = []
         self._segment: SegmentWriter | None = None
@@ -135,7 +136,7 @@ class TraceWriter:
             TraceError: The payload's dtype cannot be stored, or the disk is full.
             ValueError: The event's step is not the open one, or event and payload disagree.
         """
-        if os.getpid() != self._pid or (self._refused is not None and self._gave_up()):
+        if process_id() != self._pid or (self._refused is not None and self._gave_up()):
             return
         self._check(event, payload)
         try:
@@ -150,7 +151,7 @@ class TraceWriter:
         Raises:
             As `add` does, and KeyError where it was not.
         """
-        if os.getpid() != self._pid or self._gave_up():
+        if process_id() != self._pid or self._gave_up():
             return
         self._check(event, None)
         if self._segment is not None:
@@ -169,7 +170,7 @@ class TraceWriter:
         Raises:
             TraceError: The disk is full.
         """
-        if self._segment is None or os.getpid() != self._pid:
+        if self._segment is None or process_id() != self._pid:
             return
         segment, self._segment = self._segment, None
         with self._whole_steps():
@@ -215,7 +216,7 @@ class TraceWriter:
 
     def discard_step(self) -> None:
         """Forgets the events of the open step."""
-        if self._segment is not None and os.getpid() == self._pid:
+        if self._segment is not None and process_id() == self._pid:
             self._segment.abandon()
             self._segment = None
 
@@ -228,7 +229,7 @@ class TraceWriter:
             keep: How many of this run's snapshots stay, the latest ones; the others are removed
                 once this one is complete. None keeps all.
         """
-        if not self.rank and os.getpid() == self._pid and not self._gave_up():
+        if not self.rank and process_id() == self._pid and not self._gave_up():
             with self._whole_steps():
                 lost = write_snapshot(self._root, step, tree, packed=self._compress)
                 self._snapshots.append(snapshot_files(self._root)[step])
@@ -253,7 +254,7 @@ class TraceWriter:
         Raises:
             TraceError: The last step or the manifest cannot be written.
         """
-        if self._finished or os.getpid() != self._pid:
+        if self._finished or process_id() != self._pid:
             return
         self._finished = True
         meant_well = status == "finished"
@@ -298,7 +299,7 @@ class TraceWriter:
             self._on_refusal(f"recording stopped: {error}")
 
     def _write_manifest(self, committed: int | None = None) -> None:
-        if self.rank == 0 and os.getpid() == self._pid:
+        if self.rank == 0 and process_id() == self._pid:
             with self._whole_steps():
                 sealed = self._sealer is not None
                 write_manifest(self._root, self.run, committed, sealed=sealed)
