@@ -37,6 +37,11 @@ _UNINITIALISED: Final = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 )
 """Their values are whatever was in memory."""
+_FILLED: Final = frozenset({"zeros", "ones", "full"})
+"""Canonical names of what makes memory that extensions in C++ then write to."""
+_OWN: Final = frozenset({"aten", "prim", "prims"})
+_UNTOLD: Final = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+"""Operations of PyTorch that write to running statistics though their schema does not say so."""
 _ON_LISTS: Final = ("_foreach", "_fused_ad", "_fused_sgd")
 
 _NUMBER: Final = (bool, int, float)
@@ -123,6 +128,8 @@ class Function:
         skipped: Whether it is not recorded.
         uninitialised: Whether the values of its results are whatever was in memory.
         on_lists: Whether it works on lists, element by element (`_foreach_add_`).
+        doubtful: Whether the memory of its tensors may be written to by what is not recorded, or
+            by itself though its schema does not say so (`c10d.allreduce_`).
     """
 
     name: str
@@ -132,6 +139,7 @@ class Function:
     skipped: bool
     uninitialised: bool
     on_lists: bool
+    doubtful: bool
 
 
 @dataclass(slots=True)
@@ -157,14 +165,18 @@ def function_of(func: Any) -> Function:
     """What is known about an operator as dispatch hands it over."""
     name = str(func)
     schema = getattr(func, "_schema", None)
+    namespace, base = getattr(func, "namespace", ""), base_name("pytorch", name)
     return Function(
         name=name,
         parameters=None if schema is None else _parameters(name, schema),
         writes=schema is not None and schema.is_mutable,
         draws=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
-        skipped=getattr(func, "namespace", "") in _SKIPPED_NAMESPACES,
-        uninitialised=base_name("pytorch", name) in _UNINITIALISED,
+        skipped=namespace in _SKIPPED_NAMESPACES,
+        uninitialised=base in _UNINITIALISED,
         on_lists=name.partition(".")[2].startswith(_ON_LISTS),
+        doubtful=namespace not in _OWN
+        or base in _UNTOLD
+        or canonical_operation("pytorch", name) in _FILLED,
     )
 
 

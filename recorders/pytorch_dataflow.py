@@ -57,9 +57,12 @@ class DataFlow:
 
     def __init__(self) -> None:
         self._memory: dict[int, Memory] = {}
+        self._doubted: dict[int, StorageWeakRef] = {}
 
     def clear(self) -> None:
         self._memory.clear()
+        doubted: Any = self._doubted
+        self._doubted = {key: each for key, each in doubted.items() if not each.expired()}
 
     def current(self, look: Look | None) -> int | None:
         """The event with a tensor's value; None where it is not known, or no longer has it."""
@@ -96,11 +99,24 @@ class DataFlow:
 
     def twin(self, tensor: torch.Tensor, look: Look | None) -> int | None:
         """The event of a tensor with the same elements in the same order and the same memory, which
-        nothing was written to since."""
+        nothing was written to since.
+
+        None where something may have been that is no operation: memory of an accelerator, for
+        which people write kernels, memory that NumPy has as well (it cannot be resized), and what
+        is in doubt.
+        """
+        if look is None or look[0] in self._doubted or not tensor.is_cpu:
+            return None
         order = self.current(look)
-        if order is None and look is not None and tensor.is_contiguous():
+        if order is None and tensor.is_contiguous():
             order = self.current((look[0], _run_of(tensor, look)))
-        return order
+        return order if order is not None and tensor.untyped_storage().resizable() else None
+
+    def doubt(self, tensor: torch.Tensor) -> None:
+        """Says that a tensor's memory may be written to by what is not recorded, now or later."""
+        key = address_of(tensor)
+        if key is not None and key not in self._doubted:
+            self._doubted[key] = _reference(tensor)
 
     def blank(self, tensor: torch.Tensor) -> None:
         """Says that the tensor's memory was allocated, and not written to."""

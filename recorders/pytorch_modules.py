@@ -267,7 +267,10 @@ class ModuleHooks:
                 self._state.tape.note("tensors without plain values of their own were left out")
                 continue
             dims = hidden_dims(tensor, self._batch)
-            orders[port] = emit(frame, port, array, dims=dims, attributes=attributes, shard=shard)
+            twin = self._state.twin(tensor)
+            orders[port] = emit(
+                frame, port, array, dims=dims, attributes=attributes, shard=shard, twin=twin
+            )
             attributes = None
         return orders
 
@@ -314,6 +317,7 @@ class ModuleHooks:
             dims=named.dims,
             shard=shard,
             inputs=inputs,
+            twin=state.twin(grad),
         )
 
     def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:

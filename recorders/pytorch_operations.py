@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracediff.consumers import Consumers
 from tracediff.events import ROOT
@@ -42,6 +40,7 @@ from tracediff.recorders.pytorch_dataflow import (
     address_of,
     look_of,
 )
+from tracediff.recorders.pytorch_dispatch import install_dispatch, watch_sharing
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Patches
@@ -51,24 +50,6 @@ _TORCH: Final = f"{Path(torch.__file__).resolve().parent}{os.sep}"
 
 Made = tuple[str, bytes, torch.dtype, tuple[int, ...]]
 """An operation's name, and digest, dtype and shape of a result."""
-
-
-Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands every operation that reaches a kernel to a function."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        return self._run(func, args, kwargs or {})
 
 
 class OperationHooks:
@@ -88,30 +69,17 @@ class OperationHooks:
         self._lock = threading.RLock()
 
     def install(self) -> None:
-        mode: Any = _Mode(self._dispatch)
-        mode.__enter__()
-        self._patches.on_undo(mode.__exit__, None, None, None)
-        self._patches.replace(threading.Thread, "run", self._wrap_thread)
-        frame = torch.utils.checkpoint._CheckpointFrame
-        self._patches.replace(frame, "__init__", self._wrap_checkpoint)
+        install_dispatch(self._dispatch, self._state, self._patches)
+        if self._state.tape.policy.only_digests:
+            self._state.twin = self._twin
+            watch_sharing(self._flow.doubt, self._patches)
 
-    def _wrap_thread(self, original: Callable[..., None]) -> Callable[..., None]:
-        def run(thread: threading.Thread) -> None:
-            mode: Any = _Mode(self._dispatch)  # modes are a thread's own
-            with mode:
-                original(thread)
-
-        return run
-
-    def _wrap_checkpoint(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(frame: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            def again(*inputs: Any) -> Any:
-                with self._state.repeated():
-                    return recompute(*inputs)
-
-            original(frame, again, *args, **kwargs)
-
-        return init
+    def _twin(self, tensor: torch.Tensor) -> int | None:
+        """The event of an operation in this step that holds a tensor's value."""
+        with self._lock:
+            if self._step != self._state.tape.step:
+                return None
+            return self._flow.twin(tensor, look_of(tensor))
 
     def _dispatch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         call = Call(func, function_of(func), args, kwargs, self._nodes.made())
@@ -127,6 +95,7 @@ class OperationHooks:
             result = call.run()
             if call.function.writes:
                 self._forget(call)
+            self._doubt(call, result)
             return result
         with self._lock:
             if self._state.repeating:
@@ -211,6 +180,7 @@ class OperationHooks:
         found = self._inputs(arguments, parts, place)
         bases = [self._base(a.look) if a.written else None for a in arguments]
         result = call.run()
+        self._doubt(call, result)
         if call.function.uninitialised:
             for tensor in flat(result):
                 self._flow.blank(tensor)
@@ -228,6 +198,7 @@ class OperationHooks:
         shared = outputs_of(call.function, arguments, parts, outputs)
         for part, own in zip(parts, shared, strict=True):
             if part.place is None:
+                self._unseen(own if written else ())
                 continue
             inputs = [order for i in part.arguments if (order := found[i]) is not None]
             attributes = self._attributes(call.function, part.place, plain)
@@ -294,6 +265,7 @@ class OperationHooks:
             self._state.tape.note("operations on tensors without plain values were left out")
         for (tensor, look), order in zip(outputs, orders, strict=True):
             if order is None:
+                self._unseen([(tensor, look)] if written else ())
                 continue
             self._flow.hold(tensor, look, order, written=written)
             of_value = self._state.tape.digest_of(order)
@@ -309,6 +281,7 @@ class OperationHooks:
         arguments = given(call.function, call.args, call.kwargs).arguments
         written = [argument.tensor for argument in arguments if argument.written]
         result = call.run()
+        self._doubt(call, result)
         for tensor in written or flat(result):
             array = to_numpy(tensor)
             made = None if array is None else _made(call.function.name, tensor, digest(array))
@@ -316,12 +289,25 @@ class OperationHooks:
             if order is not None:
                 self._flow.hold(tensor, look_of(tensor), order, written=bool(written))
                 self._nodes.belong(call.node, order)
+            elif written:
+                self._flow.doubt(tensor)
         return result
 
     def _forget(self, call: Call) -> None:
         for argument in given(call.function, call.args, call.kwargs).arguments:
             if argument.written:
                 self._flow.forget(argument.look)
+
+    def _doubt(self, call: Call, result: Any) -> None:
+        """Takes no value of its tensors for known where unseen code may write to them."""
+        if call.function.doubtful:
+            for tensor in flat([*call.args, *call.kwargs.values(), result]):
+                self._flow.doubt(tensor)
+
+    def _unseen(self, written: Iterable[Output]) -> None:
+        """What was written to these is not on the tape."""
+        for tensor, _ in written:
+            self._flow.doubt(tensor)
 
     # ---- inputs ----------------------------------------------------------------------------
 

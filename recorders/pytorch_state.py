@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ class State:
         repeating: Whether a checkpoint computes again what it computed before.
         thread: Identity of the thread that runs the model.
         segments: For each reentrant checkpoint that runs for the first time, its calls so far.
+        twin: Where operations are recorded without payloads, finds the event of an operation that
+            holds a tensor's value.
         active: Whether the recorder is attached; hooks on tensors outlive it.
     """
 
@@ -48,6 +50,7 @@ class State:
         self.given: list[Ports] = []
         self.repeating = False
         self.thread = 0
+        self.twin: Callable[[torch.Tensor], int | None] = no_twin
         self.active = True
         self._sources: tuple[int, tuple[int, ...]] = (0, ())
         self._emitted: dict[tuple[str, int, str], int] = defaultdict(int)
@@ -92,7 +95,8 @@ class State:
         array, shard = read_part(grad)
         if array is not None:
             port = self.unique(frame.path, frame.call, port)
-            self.tape.emit_grad(frame, port, array, dims=dims, shard=shard)
+            twin = self.twin(grad)
+            self.tape.emit_grad(frame, port, array, dims=dims, shard=shard, twin=twin)
 
     def unique(self, path: str, call: int, port: str) -> str:
         """`port`, or `port@1`, `port@2` ... where one call is differentiated several times."""
@@ -111,6 +115,10 @@ class State:
         if array is None:
             return ()
         return (self.tape.emit(phase, path, port, array, shard=shard, **extra),)
+
+
+def no_twin(tensor: torch.Tensor) -> None:
+    """Where operations are not recorded, or their payloads are kept."""
 
 
 def in_backward() -> bool:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from pytorch_jobs import Recording, llama, recording  # noqa: E402
 from test_record_operations_pytorch import Function, X, operations  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from tracediff.summaries import SAMPLED, Summaries, Summary  # noqa: E402
 
 
 def test_digests_of_operations_without_their_payloads(tmp_path: Path) -> None:
@@ -46,3 +55,144 @@ def test_a_view_has_the_digest_that_its_memory_has_by_then(tmp_path: Path) -> No
         traces.append(Recording(tmp_path / level))
     assert traces[0].digests == traces[1].digests
     assert len({event.digest for event in operations(traces[1])}) >= 5
+
+
+class Marked(torch.autograd.Function):  # type: ignore[misc]
+    """Doubles what it is given, in place, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.mul_(2)
+
+
+class Layers(nn.Module):
+    """Modules whose tensors are changed, viewed and computed again between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.same = nn.Identity()
+
+    def forward(self, x: Any) -> Any:
+        h = self.first(x)
+        h.detach()[3].mul_(3)  # between the output of one module and the input of the next
+        h = self.same(h.view(2, -1, WIDTH)).view(-1, WIDTH)
+        h = Marked.apply(self.second(h))
+        h = self.same(h.t()).t()
+        h = checkpoint(self.third, h, use_reentrant=False)
+        h = checkpoint(self.third, h, use_reentrant=True)
+        return self.same(h.transpose(0, 1)[::2])
+
+
+WIDTH = 160
+LARGE = torch.linspace(-1, 1, 160 * WIDTH).reshape(160, WIDTH)  # 100 KB
+
+
+def at_both_levels(
+    folder: Path, make: Callable[[], nn.Module], job: Callable[[Any], Any]
+) -> tuple[Recording, Recording]:
+    found = []
+    for level in ("op", "op-digest"):
+        model = make()
+        with recording(folder / level, level):
+            job(model)
+        found.append(Recording(folder / level))
+    return found[0], found[1]
+
+
+def test_values_of_modules_have_the_digest_of_their_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    of = Summaries.of
+
+    def counted(self: Summaries, array: Any, sketched: bool) -> Summary:
+        hashed[-1] += array.nbytes >= SAMPLED
+        return of(self, array, sketched)
+
+    def job(model: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(LARGE).square().sum().backward()
+            optimizer.step()
+        hashed.append(0)
+
+    monkeypatch.setattr(Summaries, "of", counted)
+    hashed.append(0)
+    whole, short = at_both_levels(tmp_path, Layers, job)
+    assert whole.digests == short.digests
+    assert [e.fingerprint[:7] for e in whole.events] == [e.fingerprint[:7] for e in short.events]
+    modules = [e for e in short.events if e.site.port.startswith(("in", "out", "grad_out"))]
+    large = [e for e in modules if not e.attributes.get("level") and math.prod(e.shape) > 16384]
+    views = [e for e in operations(short) if "view_of" in e.attributes]
+    assert len(large) > 30
+    assert hashed[0] - hashed[1] > 0.8 * len(large) + len(views) / 2
+
+
+def behind_the_back(kind: str, y: Any) -> None:
+    """Writes to memory in ways that are no operations, to one element or to all."""
+    match kind:
+        case "numpy":
+            y.detach().numpy()[5, 5] = 7
+        case "dlpack":
+            np.from_dlpack(y.detach())[5, 5] = 7
+        case "to_dlpack":
+            torch.from_dlpack(torch.utils.dlpack.to_dlpack(y.detach())).numpy()[5, 5] = 7
+        case "collective":
+            dist.all_gather([y.detach()], torch.full_like(y, 7).detach())
+        case "address":
+            ctypes.memset(y.data_ptr(), 1, 4 * y.numel())
+        case "operator":
+            torch.ops.digests.seven(y.detach())
+        case "extension":
+            z = torch.zeros_like(y.detach())
+            ctypes.memset(z.data_ptr() + 1000, 1, 4)
+            nn.functional.relu_(y.detach())
+            z.view(-1)
+
+
+def _seven(x: Any) -> None:
+    x[5].fill_(7)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A group of this process only, and an operator whose schema does not say that it writes."""
+    library = torch.library.Library("digests", "DEF")
+    library.define("seven(Tensor x) -> ()")
+    library.impl("seven", _seven, "CPU")
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    library._destroy()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "kind", ["numpy", "dlpack", "to_dlpack", "collective", "address", "operator", "extension"]
+)
+def test_memory_that_no_operation_wrote_to(tmp_path: Path, kind: str) -> None:
+    """Neither its views nor modules that are given it have the digest that it had before."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.same = nn.Identity()
+
+        def forward(self, x: Any) -> Any:
+            y = x * self.weight
+            behind_the_back(kind, y)
+            return self.same(y.view(-1)).view(2, -1)
+
+    whole, short = at_both_levels(tmp_path, Writing, lambda model: model(LARGE))
+    assert whole.digests == short.digests
+    product = next(e for e in operations(short) if e.op == "aten.mul.Tensor")
+    assert all(e.digest != product.digest for e in short.of("forward") if e.site.path == "same")

@@ -49,6 +49,11 @@ class Policy:
         return self.level in ("op", "op-digest")
 
     @property
+    def only_digests(self) -> bool:
+        """Whether operations are recorded, and no payload of a tensor kept."""
+        return self.level == "op-digest"
+
+    @property
     def brief(self) -> bool:
         """Whether fingerprints leave out what tells apart operations without names."""
         return self.level != "op"

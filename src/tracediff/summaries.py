@@ -11,17 +11,26 @@ from numpy.typing import NDArray
 from tracediff.kernels import pack
 from tracediff.trace.summary import digest, fingerprint, sketch, summary
 
+SAMPLED: Final = 1 << 16
+"""Bytes from which to take a digest costs more than to look at some of the elements."""
+_ELEMENTS: Final = 8
+
 LARGEST_SCRATCH: Final = 64 << 20
 """Bytes of the memory that is kept for copies of what does not lie in C order."""
 
 
 class Summary(NamedTuple):
-    """What is known of a value, see `trace.summary`; the sketch is a whole one."""
+    """What is known of a value, see `trace.summary`; the sketch is a whole one.
+
+    Attributes:
+        sample: As `sample_of`, where that was asked for.
+    """
 
     digest: bytes
     dtype: str = ""
     fingerprint: tuple[float, ...] = ()
     sketch: NDArray[np.float64] | None = None
+    sample: bytes = b""
 
 
 class Summaries:
@@ -33,12 +42,14 @@ class Summaries:
     where the step before had a new one.
     """
 
-    def __init__(self, brief: bool) -> None:
+    def __init__(self, brief: bool, sampled: bool = False) -> None:
         """
         Args:
             brief: Whether fingerprints are, see `trace.summary.fingerprint`.
+            sampled: Whether to keep samples.
         """
         self._brief = brief
+        self._sampled = sampled
         self._known: dict[tuple[bytes, str], Summary] = {}
         self._known_before = self._known
         self._is_new: list[bool] = []
@@ -62,7 +73,8 @@ class Summaries:
         self._is_new.append(known is None)
         if known is None:
             statistics = statistics or fingerprint(array, brief=self._brief)
-            known = Summary(of_value, dtype, statistics, total)
+            sample = sample_of(array) if self._sampled else b""
+            known = Summary(of_value, dtype, statistics, total, sample)
         if sketched and known.sketch is None:
             known = known._replace(sketch=sketch(array) if total is None else total)
         self._known[key] = known
@@ -87,6 +99,15 @@ class Summaries:
         copy = self._scratch[: array.nbytes].view(array.dtype).reshape(array.shape)
         pack(array, copy)
         return copy
+
+
+def sample_of(array: NDArray[Any]) -> bytes:
+    """Some elements of an array from all over it, in C order; of a small one none."""
+    if array.nbytes < SAMPLED:
+        return b""
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    sample: bytes = flat[:: array.size // _ELEMENTS | 1].tobytes()  # odd: of all columns
+    return sample
 
 
 @functools.lru_cache

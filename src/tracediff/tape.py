@@ -20,7 +20,7 @@ from tracediff.frames import Frame
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
-from tracediff.summaries import Summaries, Summary, name_of
+from tracediff.summaries import Summaries, Summary, name_of, sample_of
 from tracediff.trace import BufferedWriter, TraceWriter
 from tracediff.trace.summary import digest, digest_value, euclidean_norm, plain
 from tracediff.unwritten import Recorded, Unwritten
@@ -68,7 +68,7 @@ class Tape:
         self._kept: dict[tuple[str, str, str], tuple[bool, str]] = {}
         self._lock = threading.RLock()
         self._notes: list[str] = []
-        self._summaries = Summaries(policy.brief)
+        self._summaries = Summaries(policy.brief, policy.only_digests)
         self.on_step_start: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self.on_step_end: list[Callable[[], None]] = []
@@ -210,11 +210,16 @@ class Tape:
         attributes: Mapping[str, Any] | None = None,
         kind: str = "tensor",
         shard: str = "",
+        twin: int | None = None,
     ) -> int:
-        """Records an input of a call. Its inputs are what the calling code could have used."""
+        """Records an input of a call. Its inputs are what the calling code could have used.
+
+        Args:
+            twin: See `emit`.
+        """
         inputs = frame.parent.available() if frame.parent else self._from_batch(array)
         order = self._emit_call(
-            frame, frame.phase, port, array, inputs, dims, attributes, kind, shard
+            frame, frame.phase, port, array, inputs, dims, attributes, kind, shard, twin
         )
         frame.ins.append(order)
         return order
@@ -227,11 +232,12 @@ class Tape:
         dims: tuple[str, ...] = (),
         attributes: Mapping[str, Any] | None = None,
         shard: str = "",
+        twin: int | None = None,
     ) -> int:
         """Records an output of a call, computed from its inputs and its children's outputs."""
         inputs = frame.available()
         order = self._emit_call(
-            frame, frame.phase, port, array, inputs, dims, attributes, shard=shard
+            frame, frame.phase, port, array, inputs, dims, attributes, shard=shard, twin=twin
         )
         frame.outs.append(order)
         if frame.parent is not None:
@@ -260,6 +266,7 @@ class Tape:
         array: NDArray[Any] | Deferred,
         dims: tuple[str, ...] = (),
         shard: str = "",
+        twin: int | None = None,
     ) -> int:
         """Records the gradient of the loss with respect to an output of a past call.
 
@@ -267,7 +274,9 @@ class Tape:
         the discriminator), the gradient has no edges: orders count within a step.
         """
         inputs = frame.downstream()
-        order = self._emit_call(frame, "backward", port, array, inputs, dims, shard=shard)
+        order = self._emit_call(
+            frame, "backward", port, array, inputs, dims, shard=shard, twin=twin
+        )
         if frame.step == self.step:
             frame.grads.append(order)
         return order
@@ -283,6 +292,7 @@ class Tape:
         attributes: Mapping[str, Any] | None = None,
         kind: str = "tensor",
         shard: str = "",
+        twin: int | None = None,
     ) -> int:
         return self.emit(
             phase,
@@ -297,6 +307,7 @@ class Tape:
             shard=shard,
             inputs=inputs if frame.step == self.step else (),
             attributes=attributes,
+            twin=twin,
         )
 
     # ---- values ----------------------------------------------------------------------------
@@ -327,7 +338,8 @@ class Tape:
             shard: Which part of a distributed tensor it is, see `events.Event`.
             inputs: Orders of the events that the value was computed from.
             twin: Order of an event with the same elements in the same order, in whatever shape: a
-                view of it, say. Where no payload is kept, its summary is that of this value, too.
+                view of it, say. Where no payload is kept, and some elements are found to be the
+                same, its summary is that of this value, too.
         """
         if isinstance(value, np.generic):
             value = np.asarray(value)
@@ -370,7 +382,7 @@ class Tape:
             kind = "setting"  # it was deferred, and turned out to have no values
         keep, sketches = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
         # A payload must have its digest, even where memory was written to unseen since.
-        known = None if twin is None or keep else self._emitted.get(twin)
+        known = None if twin is None or keep else self._known(twin, value)
         if known is None or (sketches and known.sketch is None):
             array = self._summaries.packed(value) if is_array else plain(value)
             summary = self._summarised(phase, path, array, sketches)
@@ -383,6 +395,11 @@ class Tape:
         self._unwritten.add(recorded, kind, shape, other, summary, sketches)
         if (keep and is_array) or phase == "rendering":
             self._unwritten.hand_over(array if keep and is_array else None)
+
+    def _known(self, twin: int, value: Any) -> Summary | None:
+        """The summary of an event with the same value, unless it is seen to be another one."""
+        known = self._emitted.get(twin)
+        return known if known and known.sample and known.sample == sample_of(value) else None
 
     def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
         """The summary of a value, with its sketch if one is kept."""
