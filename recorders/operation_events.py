@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
 from tracediff.operations import LEAF, canonical_operation
 from tracediff.recording import Tape
+from tracediff.trace.summary import Plain, plain
 
 _HERE: Final = Path(__file__).resolve().parent
 _CORE: Final = Path(sys.modules["tracediff"].__file__ or "").resolve().parent
@@ -45,7 +46,7 @@ class Operation:
         inputs: Orders of the events that its tensor arguments come from.
         args: Arguments that are no data, by name.
         operands: Data arguments in order, None for a tensor, where some are numbers; else ().
-        attributes: What else is known about it.
+        attributes: What else is known about it, as texts, integers and booleans.
         canonical: Its canonical name, where it depends on the arguments.
     """
 
@@ -93,7 +94,7 @@ class OperationEvents:
         again = self._differentiated[order]  # a second derivative has its own port
         self._differentiated[order] += 1
         port = f"grad_{forward.port}@{again}" if again else f"grad_{forward.port}"
-        attributes = {"level": "op", "canonical": forward.canonical, "forward_order": order}
+        attributes = Plain(level="op", canonical=forward.canonical, forward_order=order)
         place = replace(forward.place, phase="backward")
         return self._emit(
             place, forward.canonical, forward.op, port, array, inputs, attributes, forward.call
@@ -101,7 +102,7 @@ class OperationEvents:
 
     def leaf(self, place: Place, name: str, array: NDArray[Any]) -> int:
         """Records a value that no recorded operation of this step made."""
-        attributes = {"level": "op", "canonical": LEAF, "leaf": True, "name": name}
+        attributes = Plain(level="op", canonical=LEAF, leaf=True, name=name)
         call = self._tape.next_call(place.phase, f"{place.path}@{LEAF}")
         return self._emit(place, LEAF, LEAF, "out", array, (), attributes, call)
 
@@ -117,11 +118,11 @@ class OperationEvents:
             twins: For each output, the event that it has its value from unchanged, see `Tape.emit`.
         """
         canonical = operation.canonical or canonical_operation(self._stack, operation.name)
-        attributes = {"level": "op", "canonical": canonical, **operation.attributes}
+        attributes = Plain({"level": "op", "canonical": canonical, **operation.attributes})
         if operation.args:
-            attributes["args"] = dict(operation.args)
+            attributes["args"] = plain(operation.args)
         if operation.operands:
-            attributes["operands"] = list(operation.operands)
+            attributes["operands"] = plain(list(operation.operands))
         place = operation.place
         if place.user_line and place.user_line != place.source:
             attributes["user_line"] = place.user_line
@@ -172,18 +173,19 @@ class OperationEvents:
         return order
 
 
-def issuing_lines(framework: str) -> tuple[str, str]:
+def issuing_lines(framework: str, start: FrameType | None = None) -> tuple[str, str]:
     """The innermost line outside a framework, and the innermost one outside all packages.
 
     Args:
         framework: Folder of the framework's own code.
+        start: Where to begin, in place of the caller.
 
     Returns:
         Both as `file:line`, "" where there is none.
     """
     package: FrameType | None = None
     kinds = _kinds(framework)
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = start or sys._getframe(1)
     while frame is not None:
         kind = kinds[frame.f_code.co_filename]
         if kind is _USER:
@@ -193,6 +195,50 @@ def issuing_lines(framework: str) -> tuple[str, str]:
             package = frame
         frame = frame.f_back
     return "" if package is None else _line(package), ""
+
+
+class Lines:
+    """As `issuing_lines`, of operations inside of calls: what is around a call is found once."""
+
+    def __init__(self, framework: str, boundary: CodeType) -> None:
+        """
+        Args:
+            boundary: The recorder's own function that makes a call.
+        """
+        self._framework = framework
+        self._boundary = boundary
+        self._call: object = None
+        self._around = "", ""
+
+    def clear(self) -> None:
+        self._call = None
+
+    def inside(self, call: object) -> tuple[str, str]:
+        """Both lines for the operation that runs now.
+
+        Args:
+            call: The innermost call of this thread, which lasts as long as the boundary's frame;
+                None where none is known.
+        """
+        if call is None:
+            return issuing_lines(self._framework)
+        package: FrameType | None = None
+        kinds, boundary = _kinds(self._framework), self._boundary
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code is boundary:
+                if self._call is not call:
+                    self._call, self._around = call, issuing_lines(self._framework, frame.f_back)
+                return (self._around[0] if package is None else _line(package)), self._around[1]
+            kind = kinds[code.co_filename]
+            if kind is _USER:
+                line = _line(frame)
+                return line if package is None else _line(package), line
+            if kind is _PACKAGE and package is None:
+                package = frame
+            frame = frame.f_back
+        return "" if package is None else _line(package), ""
 
 
 _FRAMEWORK: Final = "framework"

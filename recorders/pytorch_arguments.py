@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -42,6 +41,7 @@ _FILLED: Final = frozenset({"zeros", "ones", "full"})
 _OWN: Final = frozenset({"aten", "prim", "prims"})
 _UNTOLD: Final = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 """Operations of PyTorch that write to running statistics though their schema does not say so."""
+_MOST_FUNCTIONS: Final = 4096
 _ON_LISTS: Final = ("_foreach", "_fused_ad", "_fused_sgd")
 
 _NUMBER: Final = (bool, int, float)
@@ -160,9 +160,21 @@ class Call:
         return self.func(*self.args, **self.kwargs)
 
 
-@lru_cache(maxsize=4096)
+_FUNCTIONS: Final[dict[int, tuple[Any, Function]]] = {}
+"""By the operator's identity, as to hash one is a call of Python; each is kept alive."""
+
+
 def function_of(func: Any) -> Function:
     """What is known about an operator as dispatch hands it over."""
+    known = _FUNCTIONS.get(id(func))
+    if known is None:
+        if len(_FUNCTIONS) >= _MOST_FUNCTIONS:
+            _FUNCTIONS.clear()
+        known = _FUNCTIONS[id(func)] = func, _function_of(func)
+    return known[1]
+
+
+def _function_of(func: Any) -> Function:
     name = str(func)
     schema = getattr(func, "_schema", None)
     namespace, base = getattr(func, "namespace", ""), base_name("pytorch", name)

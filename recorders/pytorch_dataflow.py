@@ -69,9 +69,8 @@ class DataFlow:
         memory = self._memory.get(look[0]) if look is not None else None
         if look is None or memory is None:
             return None
-        order = memory.holders.get(look[1])
-        is_current = order is not None and (memory.writer is None or order >= memory.writer)
-        return order if is_current else None
+        order, writer = memory.holders.get(look[1]), memory.writer
+        return order if order is not None and (writer is None or order >= writer) else None
 
     def held(self, look: Look | None) -> Held | None:
         """What is known about a tensor's value; None where its memory is not known."""
@@ -150,8 +149,9 @@ class Nodes:
     def made(self) -> range:
         """Numbers of the nodes that this thread has made since it was last asked."""
         count: Any = torch._C._autograd._get_sequence_nr()
-        before = getattr(self._local, "count", count - 1)
-        self._local.count = count
+        local = self._local.__dict__
+        before = local.get("count", count - 1)
+        local["count"] = count
         return range(before, count)
 
     def belong(self, numbers: range, order: int | None) -> None:
@@ -178,17 +178,15 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 def look_of(tensor: torch.Tensor) -> Look | None:
     """None for a tensor without storage."""
-    address = address_of(tensor)
-    if address is None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    try:
+        storage: Any = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
         return None
     bits = tensor.is_conj(), tensor.is_neg()
-    return address, (
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        bits,
-    )
+    view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, bits
+    return storage._cdata, view
 
 
 def _run_of(tensor: torch.Tensor, look: Look) -> View:

@@ -15,6 +15,7 @@ from tracediff.consumers import Consumers
 from tracediff.events import ROOT
 from tracediff.operations import ALIAS
 from tracediff.recorders.operation_events import (
+    Lines,
     Operation,
     OperationEvents,
     Place,
@@ -41,6 +42,7 @@ from tracediff.recorders.pytorch_dataflow import (
     look_of,
 )
 from tracediff.recorders.pytorch_dispatch import install_dispatch, watch_sharing
+from tracediff.recorders.pytorch_modules import ModuleHooks
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Patches
@@ -62,15 +64,17 @@ class OperationHooks:
         self._events = OperationEvents(state.tape, "pytorch")
         self._flow = DataFlow()
         self._nodes = Nodes()
+        self._lines = Lines(_TORCH, ModuleHooks._record.__code__)
         self._made: dict[Made, int] = {}
         self._owners: dict[int | None, str] = {}
         self._recorded: dict[str, bool] = {}
+        self._only_digests = state.tape.policy.only_digests
         self._step = -1
         self._lock = threading.RLock()
 
     def install(self) -> None:
         install_dispatch(self._dispatch, self._state, self._patches)
-        if self._state.tape.policy.only_digests:
+        if self._only_digests:
             self._state.twin = self._twin
             watch_sharing(self._flow.doubt, self._patches)
 
@@ -95,7 +99,8 @@ class OperationHooks:
             result = call.run()
             if call.function.writes:
                 self._forget(call)
-            self._doubt(call, result)
+            if call.function.doubtful:
+                self._doubt(call, result)
             return result
         with self._lock:
             if self._state.repeating:
@@ -111,9 +116,10 @@ class OperationHooks:
             return None
         if tape.step != self._step:
             self._step = tape.step
-            tables = self._events, self._flow, self._nodes, self._made, self._owners, self._recorded
-            for table in tables:
+            for table in (self._events, self._flow, self._nodes, self._lines):
                 table.clear()
+            for known in (self._made, self._owners, self._recorded):
+                known.clear()
         place = self._backward_place() if in_backward() else self._forward_place()
         if place is None:
             return None
@@ -125,7 +131,9 @@ class OperationHooks:
         if not recorded:
             return None
         if not place.source:
-            place.source, place.user_line = issuing_lines(_TORCH)
+            inside = place.phase == "forward" and threading.get_ident() == self._state.thread
+            call = tape.current if inside else None
+            place.source, place.user_line = self._lines.inside(call)
         return place
 
     def _records(self, path: str) -> bool:
@@ -176,48 +184,53 @@ class OperationHooks:
 
     def _run(self, call: Call, place: Place) -> Any:
         arguments, plain, operands = given(call.function, call.args, call.kwargs)
-        parts = self._parts(call.function, arguments, place)
+        function = call.function
+        parts = self._parts(function, arguments, place)
         found = self._inputs(arguments, parts, place)
         bases = [self._base(a.look) if a.written else None for a in arguments]
         result = call.run()
-        self._doubt(call, result)
-        if call.function.uninitialised:
+        if function.doubtful:
+            self._doubt(call, result)
+        if function.uninitialised:
             for tensor in flat(result):
                 self._flow.blank(tensor)
             return result
-        outputs = [(a.tensor, look_of(a.tensor)) for a in arguments if a.written]
+        outputs: list[Output] = []
+        looks: list[Look | None] = []
+        if function.writes:
+            outputs = [(a.tensor, look_of(a.tensor)) for a in arguments if a.written]
         written = bool(outputs)
         if not written:
             outputs = [(tensor, look_of(tensor)) for tensor in flat(result)]
             looks = [argument.look for argument in arguments]
-            if all(look in looks for _, look in outputs):
+            if not [look for _, look in outputs if look not in looks]:
                 self._nodes.belong(call.node, next((o for o in found if o is not None), None))
-                return result  # nothing is new: `detach` returns what it was given
-            if any(self._flow.is_blank(look) for _, look in outputs):
-                return result  # a view of memory that nothing was written to
-        shared = outputs_of(call.function, arguments, parts, outputs)
+                return result  # `detach` returns what it was given
+            for _, look in outputs:
+                if self._flow.is_blank(look):
+                    return result  # a view of memory that nothing was written to
+        shared = outputs_of(function, arguments, parts, outputs)
         for part, own in zip(parts, shared, strict=True):
             if part.place is None:
                 self._unseen(own if written else ())
                 continue
             inputs = [order for i in part.arguments if (order := found[i]) is not None]
-            attributes = self._attributes(call.function, part.place, plain)
+            attributes = self._attributes(function, part.place, plain)
             if written:
                 base = next((bases[i] for i in part.arguments if bases[i] is not None), None)
                 if base is not None:
                     attributes["inplace"] = base
             else:
-                base = self._viewed(map(arguments.__getitem__, part.arguments), own)
+                base = self._viewed([looks[i] for i in part.arguments], own)
                 if base is not None:
                     attributes["view_of"] = base
-            operation = Operation(
-                call.function.name, part.place, inputs, plain, operands, attributes
-            )
-            twins = [None if written else self._flow.twin(*output) for output in own]
-            self._record(operation, own, twins, written, call.node)
+            operation = Operation(function.name, part.place, inputs, plain, operands, attributes)
+            self._record(operation, own, written, call.node)
         return result
 
     def _parts(self, function: Function, arguments: Sequence[Argument], place: Place) -> list[Part]:
+        if not function.on_lists and place.phase != "optimizer":
+            return [Part(range(len(arguments)), place)]  # `_place` has seen that it is recorded
         found = []
         for share in shares(function, arguments):
             where = place
@@ -236,9 +249,11 @@ class OperationHooks:
         self, arguments: Sequence[Argument], parts: Sequence[Part], place: Place
     ) -> list[int | None]:
         """Orders of the events with the values of the arguments that are read."""
+        if len(parts) == 1 and parts[0].place is not None:
+            return [self._order(each, place) if each.read else None for each in arguments]
         orders: list[int | None] = [None] * len(arguments)
         wanted = [part.arguments for part in parts if part.place is not None]
-        for i in wanted[0] if len(wanted) == 1 else sorted({i for part in wanted for i in part}):
+        for i in sorted({i for part in wanted for i in part}):
             if arguments[i].read:
                 orders[i] = self._order(arguments[i], place)
         return orders
@@ -255,21 +270,21 @@ class OperationHooks:
         self,
         operation: Operation,
         outputs: Sequence[Output],
-        twins: Sequence[int | None],
         written: bool,
         node: range,
     ) -> None:
+        tape, flow, twins = self._state.tape, self._flow, []
         arrays = [to_numpy(tensor) for tensor, _ in outputs]
+        if self._only_digests and not written:
+            twins = [flow.twin(tensor, look) for tensor, look in outputs]
         orders = self._events.outputs(operation, arrays, twins)
-        if None in orders:
-            self._state.tape.note("operations on tensors without plain values were left out")
         for (tensor, look), order in zip(outputs, orders, strict=True):
             if order is None:
+                tape.note("operations on tensors without plain values were left out")
                 self._unseen([(tensor, look)] if written else ())
                 continue
-            self._flow.hold(tensor, look, order, written=written)
-            of_value = self._state.tape.digest_of(order)
-            self._made[_made(operation.name, tensor, of_value)] = order
+            flow.hold(tensor, look, order, written=written)
+            self._made[_made(operation.name, tensor, tape.digest_of(order))] = order
             # A norm over all parameters is summed from numbers that belong to none of them.
             if operation.place.phase == "optimizer" and tensor.ndim:
                 self._owners[order] = operation.place.path
@@ -281,7 +296,8 @@ class OperationHooks:
         arguments = given(call.function, call.args, call.kwargs).arguments
         written = [argument.tensor for argument in arguments if argument.written]
         result = call.run()
-        self._doubt(call, result)
+        if call.function.doubtful:
+            self._doubt(call, result)
         for tensor in written or flat(result):
             array = to_numpy(tensor)
             made = None if array is None else _made(call.function.name, tensor, digest(array))
@@ -300,9 +316,8 @@ class OperationHooks:
 
     def _doubt(self, call: Call, result: Any) -> None:
         """Takes no value of its tensors for known where unseen code may write to them."""
-        if call.function.doubtful:
-            for tensor in flat([*call.args, *call.kwargs.values(), result]):
-                self._flow.doubt(tensor)
+        for tensor in flat([*call.args, *call.kwargs.values(), result]):
+            self._flow.doubt(tensor)
 
     def _unseen(self, written: Iterable[Output]) -> None:
         """What was written to these is not on the tape."""
@@ -372,12 +387,11 @@ class OperationHooks:
                 attributes["forward_order"] = order
         return attributes
 
-    def _viewed(self, arguments: Iterable[Argument], outputs: Sequence[Output]) -> int | None:
+    def _viewed(self, looks: Sequence[Look | None], outputs: Sequence[Output]) -> int | None:
         """Order of the event of the argument whose memory the outputs look at, if they do."""
         viewed = outputs[0][1] if outputs else None
         if viewed is not None:
-            for argument in arguments:
-                look = argument.look
+            for look in looks:
                 if look is not None and look[0] == viewed[0]:
                     return self._base(look)
         return None

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from tracediff.recorders.pytorch_modules import ModuleHooks
@@ -17,6 +18,8 @@ from tracediff.recorders.pytorch_tensors import to_numpy
 from tracediff.recording import Patches
 
 _FUNCTION: Final = "apply_rotary_pos_emb"
+_KEPT: Final = 2
+"""Copies whose memory is kept: one each of queries and keys."""
 _DIMS: Final = ("batch", "heads", "sequence", "head_dim")
 
 
@@ -28,6 +31,7 @@ class RopeHooks:
         self._patches = patches
         self._modules = modules
         self._seen: set[str] = set()
+        self._free: list[NDArray[Any]] = []
 
     def install(self) -> None:
         self._modules.on_call.append(self._watch)
@@ -47,14 +51,28 @@ class RopeHooks:
                 return original(*args, **kwargs)
             given = [*args, *(kwargs[name] for name in ("q", "k") if name in kwargs)][:2]
             # Copies: nothing says that the function leaves its arguments as they are.
-            before = [_copy(value) for value in given]
+            before = [self._copy(value) for value in given]
             result = original(*args, **kwargs)
             rotated = result if isinstance(result, tuple) else (result,)
             for array, tensor in zip(before, rotated, strict=False):
                 self._record(array, tensor)
+            self._free.extend(array for array in before if array is not None)
+            del self._free[:-_KEPT]
             return result
 
         return apply
+
+    def _copy(self, value: Any) -> Any:
+        """A copy, in memory that an earlier call is done with: new memory costs as much."""
+        array = to_numpy(value) if isinstance(value, torch.Tensor) else None
+        if array is None:
+            return None
+        for index, free in enumerate(self._free):
+            if (free.dtype, free.shape, free.strides) == (array.dtype, array.shape, array.strides):
+                copy = self._free.pop(index)
+                np.copyto(copy, array)
+                return copy
+        return np.array(array)
 
     def _record(self, before: Any, rotated: Any) -> None:
         parent = self._state.open[-1]
@@ -65,11 +83,7 @@ class RopeHooks:
             array = to_numpy(rotated)
             if is_new and array is not None:
                 self._state.tape.emit_in(frame, "in", before, dims=dims)
-                self._state.tape.emit_out(frame, "out", array, dims=dims)
+                twin = self._state.twin(rotated)
+                self._state.tape.emit_out(frame, "out", array, dims=dims, twin=twin)
             if frame is not None:
                 self._modules.hook(frame, "out", rotated, dims)
-
-
-def _copy(value: Any) -> Any:
-    array = to_numpy(value) if isinstance(value, torch.Tensor) else None
-    return None if array is None else np.array(array)

@@ -196,3 +196,34 @@ def test_memory_that_no_operation_wrote_to(tmp_path: Path, kind: str) -> None:
     assert whole.digests == short.digests
     product = next(e for e in operations(short) if e.op == "aten.mul.Tensor")
     assert all(e.digest != product.digest for e in short.of("forward") if e.site.path == "same")
+
+
+def test_calls_of_one_layer_have_the_line_of_each(tmp_path: Path) -> None:
+    """The operations are PyTorch's own code: which line issued them is known from around."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+        def forward(self, x: Any) -> Any:
+            x = self.layer(x)
+            x = self.layer(x)
+            return nn.functional.relu(x)
+
+    model = Twice()
+    with recording(tmp_path / "a", "op-digest"):
+        for _ in range(2):
+            model(X).sum().backward()
+    found = [e for e in operations(Recording(tmp_path / "a")) if e.site.step == 1]
+    first = Twice.forward.__code__.co_firstlineno
+    forward = {}
+    for event in found:
+        if event.op in ("aten.addmm.default", "aten.relu.default"):
+            forward[event.order] = int(event.source.rpartition(":")[2]) - first
+            assert event.source.startswith("test_operation_digests.py:")
+    assert list(forward.values()) == [1, 1, 2, 2, 3]
+    for event in found:  # a gradient has the line of what it differentiates
+        of = event.attributes.get("forward_order")
+        if of in forward and event.site.phase == "backward":
+            assert int(event.source.rpartition(":")[2]) - first == forward[of]

@@ -33,16 +33,17 @@ class Waiting(Generic[Recorded]):
 
     Attributes:
         read: Computes and reads arrays of the framework; None for one that has no values.
+        values: Those that wait.
     """
 
     def __init__(self) -> None:
         self.read: Callable[[list[Any]], Sequence[NDArray[Any] | None]] = list
-        self._values: deque[tuple[Any, Recorded]] = deque()
+        self.values: deque[tuple[Any, Recorded]] = deque()
         self._bytes = 0
         self._thread = 0
 
     def __bool__(self) -> bool:
-        return bool(self._values)
+        return bool(self.values)
 
     def must_wait(self, value: Any) -> bool:
         """Whether a value is to be kept back, and not written after those that wait.
@@ -51,28 +52,28 @@ class Waiting(Generic[Recorded]):
         """
         if isinstance(value, Deferred):
             return True
-        return bool(self._values) and threading.get_ident() != self._thread
+        return bool(self.values) and threading.get_ident() != self._thread
 
     def add(self, value: Any, recorded: Recorded) -> bool:
         """Keeps a value back; returns whether all are to be written now."""
-        if not self._values:
+        if not self.values:
             self._thread = threading.get_ident()
         if isinstance(value, Deferred):
             self._bytes += value.nbytes
         else:
             value = deepcopy(value)  # it may be a view of memory that changes
-        self._values.append((value, recorded))
+        self.values.append((value, recorded))
         return self._bytes > LARGEST_WAIT
 
     def take(self) -> Iterator[tuple[Any, Recorded]]:
         """The values as they are to be written; each waits until it is taken."""
-        if not self._values:
+        if not self.values:
             return
-        arrays = iter(self.read([v.array for v, _ in self._values if isinstance(v, Deferred)]))
-        self._values = deque(
+        arrays = iter(self.read([v.array for v, _ in self.values if isinstance(v, Deferred)]))
+        self.values = deque(
             (next(arrays) if isinstance(value, Deferred) else value, recorded)
-            for value, recorded in self._values
+            for value, recorded in self.values
         )
         self._bytes = 0
-        while self._values:
-            yield self._values.popleft()
+        while self.values:
+            yield self.values.popleft()

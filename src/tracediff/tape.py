@@ -20,21 +20,20 @@ from tracediff.frames import Frame
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
-from tracediff.summaries import Summaries, Summary, name_of, sample_of
+from tracediff.summaries import Summaries, Summary, name_of, still
 from tracediff.trace import BufferedWriter, TraceWriter
-from tracediff.trace.summary import digest, digest_value, euclidean_norm, plain
+from tracediff.trace.summary import Plain, digest, digest_value, euclidean_norm, plain
 from tracediff.unwritten import Recorded, Unwritten
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
 
 _BATCH_KINDS: Final = {
-    "labels": "labels",
-    "targets": "labels",
-    "attention_mask": "mask",
-    "loss_mask": "mask",
-    "mask": "mask",
+    **dict.fromkeys(("labels", "targets"), "labels"),
+    **dict.fromkeys(("attention_mask", "loss_mask", "mask"), "mask"),
 }
+
+_NOTHING: Final = Plain()
 
 Given = Callable[[Site], NDArray[Any] | None]
 """What a call is to be run on in place of the value it computed at an input's site, or None."""
@@ -187,7 +186,8 @@ class Tape:
 
     def digest_of(self, order: int) -> bytes:
         """Digest of the event with this order in the current step."""
-        self.settle()
+        if self.waiting.values:
+            self.settle()
         return self._emitted[order].digest
 
     def norm_of(self, order: int) -> float:
@@ -357,13 +357,17 @@ class Tape:
             order = self._order
             self._order = order + 1
             site = step, phase, path, call, port
-            flow, known = tuple(inputs), plain(attributes) if attributes else {}
+            flow, known = tuple(inputs), attributes or _NOTHING
+            if type(known) is not Plain:
+                known = Plain(plain(known))
             recorded = site, order, kind, op, source, dims, shard, flow, known, twin
-            if self.waiting.must_wait(value):
-                if self.waiting.add(value, recorded):
+            waiting = self.waiting
+            if (waiting.values or isinstance(value, Deferred)) and waiting.must_wait(value):
+                if waiting.add(value, recorded):
                     self.settle()
             else:
-                self.settle()
+                if waiting.values:
+                    self.settle()
                 self._write(value, recorded)
         return order
 
@@ -382,7 +386,7 @@ class Tape:
             kind = "setting"  # it was deferred, and turned out to have no values
         keep, sketches = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
         # A payload must have its digest, even where memory was written to unseen since.
-        known = None if twin is None or keep else self._known(twin, value)
+        known = None if twin is None or keep else still(self._emitted.get(twin), value)
         if known is None or (sketches and known.sketch is None):
             array = self._summaries.packed(value) if is_array else plain(value)
             summary = self._summarised(phase, path, array, sketches)
@@ -395,11 +399,6 @@ class Tape:
         self._unwritten.add(recorded, kind, shape, other, summary, sketches)
         if (keep and is_array) or phase == "rendering":
             self._unwritten.hand_over(array if keep and is_array else None)
-
-    def _known(self, twin: int, value: Any) -> Summary | None:
-        """The summary of an event with the same value, unless it is seen to be another one."""
-        known = self._emitted.get(twin)
-        return known if known and known.sample and known.sample == sample_of(value) else None
 
     def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
         """The summary of a value, with its sketch if one is kept."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tracediff.events import Event, Run
 from tracediff.forks import process_id
-from tracediff.trace.segment_writer import as_written
+from tracediff.trace.segment_writer import as_written, is_plain
 from tracediff.trace.snapshot import Tree
 from tracediff.trace.writer import TraceWriter
 
@@ -77,7 +77,7 @@ class BufferedWriter:
             return
         if self._stopping:
             self._writer.add(event, payload)  # which refuses it
-        if event.attributes or event.value is not None:
+        if not is_plain(event):
             event = as_written(event, event.digest, None)
         size = _EVENT_BYTES
         if payload is not None:

@@ -16,7 +16,7 @@ from tracediff.trace.manifest import FORMAT
 from tracediff.trace.names import payload_key
 from tracediff.trace.sample_writer import SampleWriter
 from tracediff.trace.samples import GROUP
-from tracediff.trace.summary import SKETCHES, digest, plain
+from tracediff.trace.summary import SKETCHES, Plain, digest, plain
 
 
 class SegmentWriter:
@@ -46,7 +46,7 @@ class SegmentWriter:
         if payload is not None:
             of_value = event.digest or digest(payload)
             event = as_written(event, of_value, self._store(event, of_value, payload))
-        elif event.payload is not None or event.value is not None or event.attributes:
+        elif event.payload is not None or not is_plain(event):
             event = as_written(event, event.digest, None)
         self.events.append(event)
 
@@ -107,12 +107,20 @@ class SegmentWriter:
             self._file.add_array(f"events/{name}", column, column.dtype.name, dims, packed=packed)
 
 
+def is_plain(event: Event) -> bool:
+    """Whether the event holds JSON types only, as far as that is easily seen."""
+    attributes = event.attributes
+    return event.value is None and (type(attributes) is Plain or not attributes)
+
+
 def as_written(event: Event, of_value: bytes, payload: str | None) -> Event:
     """The event as it is written: with its payload's place, and JSON types only.
 
     By hand, as `dataclasses.replace` takes three times as long.
     """
-    attributes: Mapping[str, Any] = plain(event.attributes) if event.attributes else {}
+    attributes: Mapping[str, Any] = event.attributes
+    if type(attributes) is not Plain:
+        attributes = plain(attributes) if attributes else {}
     return Event(
         site=event.site,
         order=event.order,

@@ -49,6 +49,12 @@ def digest(array: NDArray[Any]) -> bytes:
     return xxhash.xxh3_128_digest(array.data)
 
 
+class Plain(dict[str, Any]):
+    """A mapping of JSON types, as `plain` makes them, which nobody changes any more."""
+
+    __slots__ = ()
+
+
 def plain(value: Any) -> Any:
     """The JSON value that stands for `value`: what a trace keeps of texts, scalars and settings.
 
