@@ -19,6 +19,9 @@ _CANDIDATES: Final = 64
 _CLEARLY: Final = 1 / 8
 """A match is the clear one if any other is this much further off."""
 
+_NEARLY: Final = 64.0
+"""Times the limit within which a value may still be paired, when the limit is wider."""
+
 _Node = tuple[int, Key]
 
 
@@ -186,12 +189,16 @@ def fused_halves(
     wholes: Sequence[Value], halves: Sequence[Value], limit: float
 ) -> Iterator[tuple[Value, Value]]:
     """Values of one side that are two of the other side by side, with each of the two: a fused
-    parameter, its gradient and its update."""
+    parameter, its gradient and its update. Not those that may be a single one of the other side,
+    whose halves have between them its fingerprint."""
     by_count = grouped(halves, lambda v: (v.count, v.is_leaf))
     for whole in wholes:
         found = by_count.get((whole.count / 2, whole.is_leaf), [])
         wanted = whole.event.fingerprint
         if not norm(wanted) or whole.count < 2 * FEW or not 2 <= len(found) <= _CANDIDATES:
+            continue
+        alike = by_count.get((whole.count, whole.is_leaf), ())
+        if any(distance(wanted, v.event.fingerprint) <= _NEARLY * limit for v in alike):
             continue
         for half in _halves_of(wanted, found, limit):
             yield whole, half
