@@ -12,6 +12,7 @@ from tracediff.replayers.reference_rounding import (
     arithmetic,
     is_narrow,
     positive_sum,
+    random_walk,
     storage,
     stored,
     wide,
@@ -51,7 +52,7 @@ def attention(call: Call) -> Replayed | None:
         out = _joined(_weights(_masked(scores, call.inputs["mask"]))[0] @ value)
         return Replayed(out, np.broadcast_to(np.zeros(()), out.shape), "attention")
     squares = scale**2 * query**2 @ key.swapaxes(-1, -2) ** 2
-    error = roundoff**2 * query.shape[-1] * (squares / 6 + scores**2 / 9)
+    error = roundoff**2 * random_walk(query.shape[-1], squares, scores)
     cut = float(call.settings["operand_roundoff"])
     error += 2 * (ROUNDING * cut) ** 2 * squares
     if is_narrow(call):
@@ -62,7 +63,7 @@ def attention(call: Call) -> Replayed | None:
     out = weights @ value
     variance = _through_softmax(weights**2 * error, value, out)
     terms = weights**2 @ value**2
-    variance += roundoff**2 * length * (terms / 6 + out**2 / 9)
+    variance += roundoff**2 * random_walk(length, terms, out)
     variance += ((positive_sum(roundoff, length) + 4 * ROUNDING * roundoff) * out) ** 2
     variance += 2 * (ROUNDING * cut) ** 2 * terms
     if is_narrow(call):

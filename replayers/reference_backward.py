@@ -120,8 +120,8 @@ def _layer_norm_backward(operation: Operation) -> Replayed | None:
     second = (h * x).mean(axis=-1, keepdims=True)
     value = (h - first - x * second) * scale
     length = data.shape[-1]
-    sums = math.sqrt(length / 6) * np.sqrt((h**2).mean(axis=-1, keepdims=True))
-    cross = math.sqrt(length / 6) * np.sqrt(((h * x) ** 2).mean(axis=-1, keepdims=True))
+    sums = math.sqrt(length / 3) * np.sqrt((h**2).mean(axis=-1, keepdims=True))
+    cross = math.sqrt(length / 3) * np.sqrt(((h * x) ** 2).mean(axis=-1, keepdims=True))
     moved = (np.abs(data) + np.abs(mean)) * scale
     error = (
         unit

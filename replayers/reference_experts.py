@@ -18,6 +18,7 @@ from tracediff.replayers.reference_rounding import (
     arithmetic,
     is_narrow,
     positive_sum,
+    random_walk,
     storage,
     stored,
     together,
@@ -34,6 +35,9 @@ _PARTS: Final = (f"{_JOINED}[gate_proj]", f"{_JOINED}[up_proj]")
 _DOWN: Final = "experts.down_proj"
 _APART: Final = tuple(f"switch_mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
 _ROUTER: Final = "gate.weight"
+
+ROUTED: Final = ("in.top_k_index", "in.top_k_weights")
+"""Ports at which a module of experts is given its router's choice."""
 
 _STORED_SHARES: Final = 2
 """16-bit implementations store the weight of an expert before and after it is normalised."""
@@ -68,6 +72,29 @@ def sparse_moe(call: Call) -> Replayed | None:
     value, spread = _mixed(call, rows, weights, routing)
     derivation = f"{count} of {len(router)} experts, K={x.shape[-1]} {call.dtype}"
     return Replayed(value.reshape(x.shape), spread.reshape(x.shape), derivation)
+
+
+def routed_experts(call: Call) -> Replayed | None:
+    """`sum_j w_j E_j(x)` over the experts that a router chose, with its weights: transformers' own
+    modules of experts, see `sparse_moe`.
+
+    Args:
+        call: `in` (rows, hidden), `in.top_k_index` and `in.top_k_weights` (rows, k), the weights of
+            all experts.
+    """
+    x, chosen, shares = (call.inputs[name] for name in ("in", *ROUTED))
+    weights = _projections(call.params)
+    if weights is None or call.settings.get("config.hidden_act", "silu") != "silu":
+        return None
+    fits = x.ndim == 2 and chosen.shape == shares.shape and len(chosen) == len(x)
+    count = len(weights[0])
+    if not fits or chosen.dtype.kind not in "iu" or chosen.min() < 0 or chosen.max() >= count:
+        return None
+    share = np.zeros((len(x), count))
+    np.put_along_axis(share, chosen.astype(np.int64), wide(shares), axis=-1)
+    settled = np.zeros_like(share)
+    value, spread = _mixed(call, x, weights, _Routing(share, settled, settled))
+    return Replayed(value, spread, f"{chosen.shape[-1]} of {count} experts, {call.dtype}")
 
 
 # ---- routing -------------------------------------------------------------------------------------
@@ -149,7 +176,7 @@ def _summed(call: Call, value: Floats, terms: Floats, routing: _Routing) -> Floa
     16-bit implementations may store after each term: a random walk, as in `product`."""
     length, roundoff = int((routing.share[0] > 0).sum()), storage(call)
     stores = 1 + (_STORED_SHARES if is_narrow(call) else 1)
-    variance = roundoff**2 * (length * (terms / 6 + value**2 / 9) + stores * terms / 3)
+    variance = roundoff**2 * (random_walk(length, terms, value) + stores * terms / 3)
     common = positive_sum(arithmetic(call), routing.share.shape[-1]) + 2 * ROUNDING * roundoff
     return variance + (common * value) ** 2
 
@@ -195,6 +222,17 @@ def _experts(params: Mapping[str, Array]) -> Weights | None:
     count, width, hidden = gate.shape
     fits = up.shape == gate.shape and down.shape == (count, hidden, width)
     return (gate, up, down) if fits and params[_ROUTER].shape == (count, hidden) else None
+
+
+def _projections(params: Mapping[str, Array]) -> Weights | None:
+    """Weights of all experts, from a module that has no others."""
+    stem = "experts."
+    held = {f"{stem}{name}": array for name, array in params.items()}
+    apart, down = _taken_apart(held), held.get(_DOWN)
+    if apart is None or down is None or not set(held) <= {_DOWN, _JOINED, *_PARTS}:
+        return None
+    count, width, hidden = apart[0].shape
+    return (*apart, down) if down.shape == (count, hidden, width) else None
 
 
 def _taken_apart(params: Mapping[str, Array]) -> tuple[Array, Array] | None:

@@ -18,7 +18,7 @@ from tracediff.replayers.reference_operations import (
     softmax_of,
     widen,
 )
-from tracediff.replayers.reference_rounding import ROUNDING, positive_sum, together
+from tracediff.replayers.reference_rounding import ROUNDING, positive_sum, random_walk, together
 from tracediff.replaying import Floats, Operation, Replayed
 
 
@@ -126,7 +126,7 @@ class Attention:
         self.unit = unit = roundoff(operation)
         length = q.shape[-1]
         squares = (q**2) @ (self.k**2).swapaxes(-1, -2)
-        walk = length * (squares / 6 + products**2 / 9)
+        walk = random_walk(length, squares, products)
         small = np.minimum(np.where(np.isfinite(shifted), -shifted, 0.0), 100.0)
         steps = unit * (FUNCTION + small + math.sqrt(columns) / 3)
         self.of_p = together(self.scale * unit * np.sqrt(walk), steps) * self.p
@@ -193,7 +193,7 @@ def _attention(operation: Operation) -> Replayed | None:
     value = found.p @ found.v
     common = positive_sum(roundoff(operation), k.shape[-2])
     squares = (found.p**2) @ (found.v**2)
-    walk = roundoff(operation) * np.sqrt(k.shape[-2] * (squares / 6 + value**2 / 9))
+    walk = roundoff(operation) * np.sqrt(random_walk(k.shape[-2], squares, value))
     error = together(np.sqrt((found.of_p**2) @ (found.v**2)), walk, common * np.abs(value))
     return rounded(
         operation, np.where(found.blind, 0.0, value), np.where(found.blind, np.inf, error)

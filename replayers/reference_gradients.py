@@ -27,6 +27,7 @@ from tracediff.replayers.reference_rounding import (
     arithmetic,
     is_narrow,
     positive_sum,
+    random_walk,
     storage,
     stored,
     together,
@@ -58,7 +59,7 @@ def _summed(terms: Floats, roundoff: float, each: float = 0.0) -> tuple[Floats, 
     """
     value = terms.sum(axis=0)
     squares, length = np.square(terms).sum(axis=0), len(terms)
-    walk = roundoff**2 * length * (squares / 6 + value**2 / 9)
+    walk = roundoff**2 * random_walk(length, squares, value)
     return value, np.sqrt(walk + each**2 * squares)
 
 
@@ -146,7 +147,7 @@ def embedding(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
     np.add.at(value, ids, g)
     np.add.at(squares, ids, g**2)
     count = np.bincount(ids, minlength=len(weight))[:, None]
-    spread = storage(call) * np.sqrt(count * (squares / 6 + value**2 / 9))
+    spread = storage(call) * np.sqrt(random_walk(count, squares, value))
     return _done(call, value, spread, wrt)
 
 
@@ -188,7 +189,7 @@ def rms_norm(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
 def layer_norm(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
     """With `n = (x - mu) / s` and `h = g w`: `dx = (h - mean h - n mean(h n)) / s`, `dw = sum g n`,
     `db = sum g`. The error of mu enters n undamped, as in the forward formula; 16-bit kernels may
-    add dw and db up in the stored dtype (PyTorch's does on a CPU)."""
+    add dw and db up in the stored dtype, and keep mu and 1/s in it (PyTorch's do on a CPU)."""
     x, eps = call.inputs["in"], call.settings.get("eps")
     if eps is None or set(call.params) - {"weight", "bias"}:
         return None
@@ -197,17 +198,19 @@ def layer_norm(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
     if wrt == "bias":
         value, spread = _summed(_rows(g), storage(call))
         return _done(call, value, spread, wrt)
-    centred = data - data.mean(axis=-1, keepdims=True)
+    mu = data.mean(axis=-1, keepdims=True)
+    centred = data - mu
     s = np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + float(eps))
     n = centred / s
     accumulation = positive_sum(roundoff, x.shape[-1])
+    once = ROUNDING * storage(call) if is_narrow(call) else 0.0
     of_mu = (
         accumulation * np.mean(np.abs(data), axis=-1, keepdims=True)
         + ROUNDING * roundoff * np.abs(data)
+        + once * np.abs(mu)
     ) / s
     of_s = accumulation * np.mean(data**2, axis=-1, keepdims=True) / s**2 / 2
-    relative = of_s + 4 * ROUNDING * roundoff
-    once = ROUNDING * storage(call) if is_narrow(call) else 0.0
+    relative = of_s + 4 * ROUNDING * roundoff + once
     if wrt == "weight":
         terms = g * n
         value, spread = _summed(_rows(terms), storage(call), 1.5 * once)
@@ -231,11 +234,11 @@ def layer_norm(call: Call, upstream: Upstream, wrt: str) -> Replayed | None:
 
 
 def _mean(terms: Floats, roundoff: float, once: float) -> tuple[Floats, Floats]:
-    """Mean along the last axis and its spread: partial sums are a random walk, see `product`."""
+    """Mean along the last axis and its spread: partial sums are a random walk."""
     length = terms.shape[-1]
     value = terms.mean(axis=-1, keepdims=True)
     squares = np.square(terms).sum(axis=-1, keepdims=True)
-    walk = roundoff**2 * length * (squares / 6 + (length * value) ** 2 / 9)
+    walk = roundoff**2 * random_walk(length, squares, length * value)
     each = (3 * ROUNDING * roundoff) ** 2 + once**2
     return value, np.sqrt(walk + each * squares) / length
 

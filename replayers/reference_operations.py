@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.compare.figures import unit_roundoff
-from tracediff.replayers.reference_rounding import ROUNDING, together
+from tracediff.replayers.reference_rounding import ROUNDING, random_walk, together
 from tracediff.replaying import Floats, Operation, Replayed
 
 Formula = Callable[[Operation], Replayed | None]
@@ -131,8 +131,8 @@ def rounded(operation: Operation, value: Any, error: Any = 0.0) -> Replayed:
 
 def accumulated(operation: Operation, value: Floats, squares: Floats, length: int) -> Floats:
     """Spread of a sum of `length` terms of squared sum `squares`: its partial sums are a random
-    walk with the drift `value` (see `reference_products.product`)."""
-    spread: Floats = roundoff(operation) * np.sqrt(length * (squares / 6 + value**2 / 9))
+    walk with the drift `value`."""
+    spread: Floats = roundoff(operation) * np.sqrt(random_walk(length, squares, value))
     return spread
 
 

@@ -12,6 +12,7 @@ from tracediff.replayers.reference_rounding import (
     ROUNDING,
     arithmetic,
     is_narrow,
+    random_walk,
     storage,
     stored,
     together,
@@ -59,10 +60,7 @@ def embedding(call: Call) -> Replayed | None:
 def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, Floats]:
     """`x W` in float64, and the spread of its accumulation in the call's arithmetic.
 
-    Rounding errs at each of the K partial sums s_k by up to `u |s_k|`, so the variance is
-    `u**2 / 3 * sum_k s_k**2`. With the terms p_i in no particular order, the partial sums are a
-    random walk with the drift `k/K y`: `E s_k**2 <= k/K Q + (k/K)**2 y**2`, where Q is the sum of
-    `p_i**2`, which is `X**2 W**2`. That gives `u**2 K (Q/6 + y**2/9)`.
+    The partial sums are a random walk (`random_walk`), Q being `X**2 W**2`.
 
     For terms of like size `sqrt(K Q)` is about `|X| |W|`, without the further `sqrt(K)` of the
     bound for data of one sign (Higham and Mary 2019, theorem 3.1; 2020 for data of mean zero);
@@ -78,10 +76,7 @@ def product(call: Call, x: NDArray[Any], weight: NDArray[Any]) -> tuple[Floats, 
         return value, np.broadcast_to(np.zeros(()), value.shape)
     squares = _squares(x) @ _squares(weight)
     roundoff = arithmetic(call)
-    variance = np.square(value)
-    variance /= 9
-    variance += squares / 6
-    variance *= roundoff**2 * length
+    variance = roundoff**2 * random_walk(length, squares, value)
     cut = float(call.settings.get("operand_roundoff", 0.0))
     variance += 2 * (ROUNDING * cut) ** 2 * squares
     if is_narrow(call):

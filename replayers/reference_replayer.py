@@ -53,6 +53,10 @@ _FORMULAS: Final[tuple[tuple[re.Pattern[str], _Formula], ...]] = tuple(
         (r"\w*RMSNorm|T5LayerNorm", _Formula(norms.rms_norm)),
         (r"LayerNorm", _Formula(norms.layer_norm)),
         (r"Qwen3MoeSparseMoeBlock", _Formula(experts.sparse_moe)),
+        (
+            r"(Qwen3Moe|Mixtral)Experts",
+            _Formula(experts.routed_experts, frozenset({"in", *experts.ROUTED})),
+        ),
         (r"RoPE", _plain(rope.rope)),
         (r"SiLU(Activation)?", _plain(elementwise.silu)),
         (r"(New|Fast)?GELU(Activation)?|GELUTanh|PytorchGELUTanh", _plain(elementwise.gelu)),

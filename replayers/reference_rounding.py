@@ -107,6 +107,19 @@ def together(*spreads: Floats) -> Floats:
     return np.sqrt(total, out=total) if total.ndim else np.sqrt(total)
 
 
+def random_walk(length: Any, squares: NDArray[Any], total: Floats) -> Floats:
+    """Variance of a sum's rounding, over `u**2`: of `length` terms with squared sum `squares`.
+
+    Rounding errs at each of the K partial sums s_k by up to `u |s_k|`, so the variance is
+    `u**2 / 3 * sum_k s_k**2`. With the terms p_i in no particular order, the partial sums are a
+    random walk with the drift `k/K y`: `E s_k**2 <= k/K Q + (k/K)**2 y**2`, where Q is the sum of
+    `p_i**2`. That gives `u**2 K (Q/6 + y**2/9)`. But terms have an order: one that weighs most may
+    come first, and then all partial sums have it, so `Q/3` is allowed, twice the average.
+    """
+    variance: Floats = length * (squares / 3 + np.square(total) / 9)
+    return variance
+
+
 def wide(array: NDArray[Any]) -> Floats:
     return array.astype(np.float64)
 

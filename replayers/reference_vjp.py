@@ -28,7 +28,7 @@ from tracediff.replayers.reference_operations import (
     sigmoid_of,
     widen,
 )
-from tracediff.replayers.reference_rounding import ROUNDING, together
+from tracediff.replayers.reference_rounding import ROUNDING, random_walk, together
 from tracediff.replaying import Floats, Replayed, Use
 
 
@@ -327,7 +327,7 @@ def _moved(use: Use) -> Part | None:
         value += np.bincount(places, weights=flat, minlength=value.size)
         squares += np.bincount(places, weights=flat**2, minlength=value.size)
         counts += np.bincount(places, minlength=value.size)
-    walk = roundoff(operation) * np.sqrt(counts * (squares / 6 + value**2 / 9))
+    walk = roundoff(operation) * np.sqrt(random_walk(counts, squares, value))
     error = np.where(counts > 1, walk, 0.0)
     return part(value[1:].reshape(source.shape), error[1:].reshape(source.shape))
 
