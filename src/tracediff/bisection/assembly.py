@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from tracediff.bisection import missing, samples
+from tracediff.bisection import missing, samples, turned
 from tracediff.bisection.coverage import coverage, is_counted
 from tracediff.bisection.exercise import not_exercised
 from tracediff.bisection.halving import Halving
@@ -70,6 +70,7 @@ class Assembly:
         if self._course is not None:
             self._warnings += self._course.told()
         self._warnings += _each_once(note for step in self._steps for note in step.notes)
+        self._warnings += turned.told(self._judged)
         if passed_over:
             self._warnings += [_passed_over(judged) for judged in passed_over[:3]]
         self._warnings += [warning for step in self._steps for warning in step.samples.told()]

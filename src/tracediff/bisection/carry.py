@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tracediff.bisection.inheritance import Ledger, Level
+from tracediff.bisection.inheritance import Ledger
+from tracediff.bisection.level import Level
 from tracediff.bisection.ruling import Ruling
 from tracediff.bisection.views import around
 from tracediff.compare import bounds
@@ -38,18 +39,23 @@ def unruled(pair: Pair, inherited: Level, error: float) -> Passing:
     return Passing(inherited, Level(min(error, local + inherited.carry), error), healed)
 
 
-def unseen(pair: Pair, inherited: Level, error: float) -> Passing:
+def unseen(pair: Pair, inherited: Level, error: float, cancelled: float) -> Passing:
     """Of a pair of which only fingerprints are known, so that it is `error` apart at least.
 
     What it may be apart is what rounding adds to what came in. A divergence that came in is taken
-    to be undone only where the statistics agree to the last bit.
+    to be undone only where the statistics agree to the last bit; where it is not, rounding explains
+    no more of the error than it would without.
+
+    Args:
+        cancelled: How much larger the terms are that the value is a sum of.
     """
     local, _ = bounds.floor(pair.baseline, pair.target)
-    likely = max(error, local + inherited.carry)
+    explained = cancelled * (local + inherited.carry)
+    likely = max(error, explained)
     healed = not inherited.tainted or error <= unit_roundoff(pair.baseline.dtype)
     if healed:
         return Passing(inherited, Level(likely, likely), True)
-    return Passing(inherited, Level(likely, max(likely, inherited.actual), True), False)
+    return Passing(inherited, Level(explained, max(likely, inherited.actual), True), False)
 
 
 def _in_place(source: Pair, level: Level) -> Level:

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
+from tracediff.bisection.level import Level, worst
 from tracediff.bisection.memory import History, Memory
+from tracediff.bisection.parameters import PARAM_SHARE, Parameters
 from tracediff.bisection.relayouts import Relayout
 from tracediff.events import ROOT, STAGE_RANK, Event, Pair
 from tracediff.verdict import Bound, ErrorFigures
 
-PARAM_SHARE: Final = 1 / 8
-"""A value is linear in the parameters: their error is passed on, not amplified as an input's is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """How far a value is apart: the part that rounding explains, and all of it.
-
-    Attributes:
-        diverged: A divergence is in it, be it smaller than rounding.
-    """
-
-    carry: float = 0.0
-    actual: float = 0.0
-    diverged: bool = False
-
-    @property
-    def tainted(self) -> bool:
-        """Whether more than rounding is passed on."""
-        return self.diverged or self.actual > self.carry
-
-    def share(self, part: float) -> Level:
-        return Level(part * self.carry, part * self.actual, self.diverged)
-
-    def __or__(self, other: Level) -> Level:
-        return Level(
-            max(self.carry, other.carry),
-            max(self.actual, other.actual),
-            self.diverged or other.diverged,
-        )
+if TYPE_CHECKING:
+    from tracediff.bisection.turned import Turned
 
 
 @dataclass(slots=True)
@@ -50,6 +25,7 @@ class Judged:
     Attributes:
         blame, evidence, note: What the referee says of a divergence, see `Ruling`.
         relayout: Of a loaded parameter that the target holds in another layout, else None.
+        turned: Of integers, where scores chose otherwise that are apart by rounding, else None.
     """
 
     pair: Pair
@@ -64,6 +40,7 @@ class Judged:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     relayout: Relayout | None = None
+    turned: Turned | None = None
 
     @property
     def event(self) -> Event:
@@ -82,7 +59,7 @@ class State:
     def __init__(self) -> None:
         self.memory = (Memory(), Memory())
         self.histories = (History(), History())
-        self.params: tuple[dict[str, Level], dict[str, Level]] = ({}, {})
+        self.parameters = Parameters()
         self.moments: dict[tuple[str, str], Level] = {}
         self.relayouts: dict[str, Relayout] = {}
         self.outputs = Level()
@@ -99,16 +76,6 @@ class State:
         for memory, side in zip(self.memory, events, strict=True):
             memory.forget_stale(side)
 
-    def below(self, side: int, path: str) -> Level:
-        """The worst parameter of a module and its submodules."""
-        if path.startswith(ROOT):
-            return _worst(self.params[side].values())
-        return _worst(
-            level
-            for name, level in self.params[side].items()
-            if name.startswith(path) and name[len(path) : len(path) + 1] in ("", ".")
-        )
-
 
 class Ledger:
     """The levels of the pairs judged so far in a step, and what a further pair inherits."""
@@ -120,6 +87,8 @@ class Ledger:
         self._memo: tuple[dict[int, Level], dict[int, Level]] = ({}, {})
         self._by_site: dict[tuple[str, str, str], Judged] = {}
         self._stage: dict[str, Level] = {}
+        self._turned = Level()
+        """What choices that went another way may do to gradients: those of so many rows."""
         self.outputs: dict[int, Judged] = {}
         """Output of the first root module by call."""
 
@@ -137,7 +106,7 @@ class Ledger:
 
     def of_edges(self, pair: Pair) -> Level:
         """How far what a pair was computed from is apart, parameters left out."""
-        return _worst(
+        return worst(
             self._level(side, order)
             for side, event in enumerate((pair.baseline, pair.target))
             for order in event.inputs
@@ -146,14 +115,20 @@ class Ledger:
     def of_params(self, pair: Pair) -> Level:
         """How far the parameters of a pair's module are apart."""
         events = enumerate((pair.baseline, pair.target))
-        return _worst(self._state.below(side, event.site.path) for side, event in events)
+        return worst(self._state.parameters.below(side, event.site.path) for side, event in events)
 
     def inherited(self, pair: Pair) -> Level:
         level = self._stage_level(pair.baseline)
+        if pair.baseline.site.phase == "backward":
+            level |= self._turned
         for side, event in enumerate((pair.baseline, pair.target)):
-            level |= _worst(self._level(side, order) for order in event.inputs)
+            level |= worst(self._level(side, order) for order in event.inputs)
             if event.site.phase in ("forward", "trajectory") and event.site.port.startswith("out"):
-                level |= self._state.below(side, event.site.path).share(PARAM_SHARE)
+                share = PARAM_SHARE * self._state.parameters.selected(side, event)
+                level |= self._state.parameters.below(side, event.site.path).share(share)
+            elif event.site.phase == "forward":  # code around it computes with its own parameters
+                parent = event.site.path.rpartition(".")[0]
+                level |= self._state.parameters.own(side, parent).share(PARAM_SHARE)
         return level
 
     def _level(self, side: int, order: int) -> Level:
@@ -174,9 +149,9 @@ class Ledger:
                 continue
             waiting.pop()
             if current not in known and current not in memo:
-                below = self._state.below(side, event.site.path) if event else Level()
+                below = self._state.parameters.below(side, event.site.path) if event else Level()
                 below = below.share(PARAM_SHARE)
-                memo[current] = _worst(known.get(i) or memo[i] for i in inputs) | below
+                memo[current] = worst(known.get(i) or memo[i] for i in inputs) | below
         return known.get(order) or memo[order]
 
     def _stage_level(self, event: Event) -> Level:
@@ -197,7 +172,7 @@ class Ledger:
                 return grad | self._state.moments.get((site.path, port), Level())
             if port in ("update", "param"):
                 ports = ("grad", "state.exp_avg", "state.exp_avg_sq", "hyper", "update")
-                return _worst(self._level_at("optimizer", site.path, p) for p in ports if p != port)
+                return worst(self._level_at("optimizer", site.path, p) for p in ports if p != port)
             if not event.inputs:
                 unknown = event.shard and ("backward", site.path, "grad") not in self._by_site
                 return (
@@ -220,7 +195,7 @@ class Ledger:
             before = self._stage.get("rendering", Level()) | self._state.outputs
             if site.path.startswith("eval."):
                 before |= self._level_at(stage, ROOT, "out")
-            return before | _worst(self._state.params[0].values()).share(PARAM_SHARE)
+            return before | self._state.parameters.below(0, ROOT).share(PARAM_SHARE)
         return Level()
 
     def _clipped(self, port: str) -> Level:
@@ -239,7 +214,10 @@ class Ledger:
             known = self._of_order[side].get(event.order, Level())
             self._of_order[side][event.order] = known | level
         self._by_site[stage, path, port] = judged
-        if stage not in ("environment", "rng") and not only_by_effect(a):
+        if judged.turned is not None:
+            part = math.sqrt(judged.turned.count / judged.turned.rows)
+            self._turned |= Level(part, part)
+        if stage not in ("environment", "rng") and not (only_by_effect(a) or judged.turned):
             self._stage[stage] = self._stage.get(stage, Level()) | level
         if stage == "forward" and a.site.port.startswith("out"):
             self._stage["forward.last"] = level
@@ -247,8 +225,10 @@ class Ledger:
             self.outputs[a.site.call] = judged
             self._state.outputs |= level
         if stage in ("loading", "optimizer") and port in ("param", "buffer"):
-            self._state.params[0][path] = level
-            self._state.params[1][b.site.path] = level
+            self._state.parameters.learn(judged.pair, level)
+        if (stage, port) == ("optimizer", "update") and judged.mark != "diverged":
+            grad = self._level_at(stage, path, "grad")
+            self._state.parameters.keep_update(path, judged.error.rel_l2, grad)
         if stage == "optimizer" and port.startswith("state."):
             self._state.moments[path, port] = level
         return judged
@@ -261,10 +241,3 @@ def only_by_effect(event: Event) -> bool:
     site = event.site
     fields = (".indices", ".position_ids")
     return site.phase == "rendering" and (event.kind == "text" or site.path.endswith(fields))
-
-
-def _worst(levels: Iterable[Level]) -> Level:
-    result = Level()
-    for level in levels:
-        result |= level
-    return result

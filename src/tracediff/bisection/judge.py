@@ -24,14 +24,16 @@ from tracediff.align import Alignment
 from tracediff.align.fingerprints import same_elements
 from tracediff.bisection import carry
 from tracediff.bisection.given import AsGiven, is_replay
-from tracediff.bisection.inheritance import Judged, Ledger, Level, State
+from tracediff.bisection.inheritance import Judged, Ledger, State
+from tracediff.bisection.level import Level
+from tracediff.bisection.limits import Limits
 from tracediff.bisection.options import Options
 from tracediff.bisection.ruling import Ruling
-from tracediff.bisection.values import estimate, headroom, is_float, is_sketched, norm, read_pair
-from tracediff.compare import bounds, optimizers, settings
-from tracediff.compare.figures import Figures, measure, one_conversion_apart, unit_roundoff
+from tracediff.bisection.values import estimate, headroom, is_float, is_sketched, read_pair
+from tracediff.compare import bounds, settings
+from tracediff.compare.figures import Figures, measure, one_conversion_apart
 from tracediff.compare.logits import normalised
-from tracediff.compare.masks import is_mask_port, visible
+from tracediff.compare.masks import is_mask_port, see_as_many, visible
 from tracediff.compare.padding import Padding
 from tracediff.events import EXACT_KINDS, STAGE_RANK, Event, Pair
 from tracediff.trace import Trace
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from tracediff.bisection.gradients import Gradients
     from tracediff.bisection.held import Finding
     from tracediff.bisection.referee import Referee
+    from tracediff.bisection.turned import Choices
     from tracediff.bisection.updates import Updates
 
 _MEAN: Final = FINGERPRINT_FIELDS.index("mean")
@@ -91,9 +94,7 @@ class StepJudge:
         for history, side in zip(state.histories, events, strict=True):
             history.begin(side)
         self.padding = self._padding_of(events)
-        self._cross_entropies = tuple(
-            any(e.site.path == "loss.cross_entropy" for e in side) for side in events
-        )
+        self._limits = Limits(traces, events, self._ledger, state, self.padding)
 
     # What rules on values that differ is imported where there are some: it is a third of all code.
 
@@ -105,6 +106,12 @@ class StepJudge:
         flow = Flow(self._alignment.pairs, self._events)
         given = self._traces[0], self._given or self._traces[1]
         return Referee(given, self._traces, self._events, self._state.memory, flow)
+
+    @cached_property
+    def _choices(self) -> Choices:
+        from tracediff.bisection.turned import Choices
+
+        return Choices(self._traces, self._alignment.pairs, self._ledger)
 
     @cached_property
     def _gradients(self) -> Gradients:
@@ -187,8 +194,11 @@ class StepJudge:
     def _judge_mask(self, pair: Pair) -> Judged | None:
         """An attention mask, by what it lets be seen; None where the values cannot say."""
         values = self._values(pair)
-        if values is None or pair.baseline.digest == pair.target.digest:
+        if pair.baseline.digest == pair.target.digest:
             return None
+        if values is None:
+            as_many = see_as_many(pair.baseline, pair.target)
+            return Judged(pair, "equivalent") if as_many else None
         try:
             a, b = np.broadcast_arrays(*map(visible, values))
         except ValueError:
@@ -205,11 +215,18 @@ class StepJudge:
             a, b = pair.baseline, pair.target
             if a.dtype != b.dtype and same_elements(a.fingerprint, b.fingerprint):
                 return Judged(pair, "equivalent")  # digests of int32 and int64 say nothing
-            return self._beyond(pair, kind, self._ledger.inherited(pair))
+            return self._turned(pair) or self._beyond(pair, kind, self._ledger.inherited(pair))
         figures = measure(*values, self.padding.counts(pair.baseline, values[0].shape))
         if not figures.error.differing and not figures.nonfinite:
             return Judged(pair, "equivalent" if figures.masked else "identical")
-        return self._beyond(pair, kind, self._ledger.inherited(pair), figures)
+        return self._turned(pair) or self._beyond(pair, kind, self._ledger.inherited(pair), figures)
+
+    def _turned(self, pair: Pair) -> Judged | None:
+        """Integers that scores chose which agree: anything may be computed from them."""
+        turned = self._choices.turned(pair)
+        if turned is None:
+            return None
+        return Judged(pair, "equivalent", level=Level(1.0, 1.0), turned=turned)
 
     def _judge_tensor(self, pair: Pair) -> Judged:
         inherited = self._ledger.inherited(pair)
@@ -223,7 +240,7 @@ class StepJudge:
         if figures.nonfinite:
             return self._beyond(pair, "nonfinite", inherited, figures)
         error = figures.error
-        bound, explained = self._bound(pair, inherited), False
+        bound, explained = self._limits.of(pair, inherited, error.rel_l2), False
         within = _within(pair, error, bound)
         if pair.baseline.site.phase == "loading" and values is not None:
             within = one_conversion_apart(*values)
@@ -233,7 +250,8 @@ class StepJudge:
             inherited = passing.inherited
             within = ruling.within
         elif values is None and not is_sketched(pair):
-            passing = carry.unseen(pair, inherited, error.rel_l2)
+            cancelled = self._limits.cancelled(pair)
+            passing = carry.unseen(pair, inherited, error.rel_l2, cancelled)
         else:
             passing = carry.unruled(pair, inherited, error.rel_l2)
             within = within if ruling is None or inherited.tainted else ruling.within
@@ -307,54 +325,6 @@ class StepJudge:
             inherited=inherited.tainted and accounted,
             masked=figures.masked if figures else 0,
             level=Level(0.0, max(error.rel_l2, _SMALLEST)),
-        )
-
-    # ---- bounds ----------------------------------------------------------------------------
-
-    def _bound(self, pair: Pair, inherited: Level) -> Bound:
-        """The bound of a pair of tensors, where nothing recomputes it."""
-        a, b = pair.baseline, pair.target
-        if a.site.phase == "loading":
-            ulp = 2 * unit_roundoff(max((a.dtype, b.dtype), key=unit_roundoff))
-            return Bound(rel_l2=_LOADING_ULPS * ulp, derivation="one conversion")
-        if a.site.phase == "loss" and a.shape == () and (found := self._bound_loss(pair)):
-            return found
-        if a.site.phase == "optimizer" and a.site.port == "update":
-            return self._bound_update(pair, inherited)
-        if a.site.phase == "optimizer" and a.site.port == "param":
-            return self._bound_param(pair)
-        return bounds.bound(a, b, inherited.carry)
-
-    def _bound_loss(self, pair: Pair) -> Bound | None:
-        """The bound of a loss that is a cross-entropy of the model's output, if it is one."""
-        output = self._ledger.outputs.get(pair.baseline.site.call)
-        loss = pair.baseline.fingerprint
-        if not self._cross_entropies[0] or not self._cross_entropies[1] or not output or not loss:
-            return None
-        logits = self._values(output.pair)
-        if logits is None or logits[0].shape != logits[1].shape or logits[0].ndim < 2:
-            return None
-        counts = self.padding.counts(output.event, logits[0].shape)
-        return bounds.cross_entropy(logits, counts, loss[_MEAN])
-
-    def _bound_update(self, pair: Pair, inherited: Level) -> Bound:
-        """The bound of an update whose formula is not known, or whose state was not kept."""
-        roundoff = unit_roundoff(pair.baseline.dtype)
-        limit = optimizers.sign_like_bound(inherited.carry, roundoff)
-        return Bound(rel_l2=limit, derivation=f"{pair.baseline.op} update of its state")
-
-    def _bound_param(self, pair: Pair) -> Bound:
-        """A parameter after its update: apart by what it was before plus what the update adds."""
-        path = pair.baseline.site.path
-        before = self._state.params[0].get(path, Level())
-        update = self._ledger.at("optimizer", path, "update")
-        added = 0.0
-        if update is not None:
-            added = update.level.carry * norm(update.event) / (norm(pair.baseline) or 1.0)
-        roundoff = unit_roundoff(pair.baseline.dtype)
-        return Bound(
-            rel_l2=1.01 * (before.carry + added) + 8 * roundoff,
-            derivation="parameter before and update",
         )
 
     # ---- values ----------------------------------------------------------------------------

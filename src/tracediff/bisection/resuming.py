@@ -6,7 +6,8 @@ How far they are apart is measured, and taken for rounding: the steps until then
 from __future__ import annotations
 
 from tracediff.bisection.common import common_form
-from tracediff.bisection.inheritance import Level, State
+from tracediff.bisection.inheritance import State
+from tracediff.bisection.level import Level
 from tracediff.bisection.options import Options
 from tracediff.bisection.values import estimate, is_float, read_pair
 from tracediff.compare.figures import measure
@@ -25,9 +26,7 @@ def resume(traces: tuple[Trace, Trace], step: int, state: State, options: Option
         if site.phase != "optimizer" or not is_float(pair.baseline):
             continue
         if site.port == "param":
-            level = _level(traces, pair)
-            state.params[0][site.path] = level
-            state.params[1][pair.target.site.path] = level
+            state.parameters.learn(pair, _level(traces, pair))
         elif site.port.startswith("state."):
             state.moments[site.path, site.port] = _level(traces, pair)
 

@@ -85,10 +85,16 @@ def cross_entropy(
     return Bound(rel_l2=absolute / scale, derivation=derivation)
 
 
-def bound(event: Event, other: Event, inherited: float) -> Bound:
-    """Bound of the relative L2 error of a tensor, given the largest error it inherits."""
+def bound(event: Event, other: Event, inherited: float, cancelled: float = 1.0) -> Bound:
+    """Bound of the relative L2 error of a tensor, given the largest error it inherits.
+
+    Args:
+        cancelled: How much larger the terms are that it is a sum of.
+    """
     local, derivation = floor(event, other)
     gain = GAIN.get(event.site.phase, DEFAULT_GAIN)
     if inherited:
         derivation += f", inputs apart by {inherited:.1e} x{gain:g}"
-    return Bound(rel_l2=local + gain * inherited, derivation=derivation)
+    if cancelled > 1:
+        derivation += f", terms that cancel, {cancelled:.1e} times as large"
+    return Bound(rel_l2=cancelled * (local + gain * inherited), derivation=derivation)

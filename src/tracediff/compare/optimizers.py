@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.compare.figures import unit_roundoff
+from tracediff.trace.summary import FINGERPRINT_FIELDS
 
 Floats = NDArray[np.float64]
 Hyper = Mapping[str, Any]
@@ -152,3 +153,26 @@ def sign_like_bound(inherited: float, roundoff: float) -> float:
     each of those may move by twice the learning rate, hence the square root.
     """
     return 4 * math.sqrt(max(inherited, roundoff))
+
+
+def of_noise(gradient: Sequence[float], inherited: float) -> float:
+    """How far two updates may be apart by elements whose gradient is all rounding, relative (L2).
+
+    At most the fraction `1 - (1 - t)^2 E|g|^2 / E g^2` of the elements is below t times the mean
+    (Paley and Zygmund, 1932), with t the size of the difference over that mean. Updates of those
+    that are independent of each other, and as large as the others, are apart by the root of twice
+    their number. Elements that are exactly 0 on both sides are left out.
+
+    Args:
+        gradient: Fingerprint of the baseline's gradient.
+        inherited: Relative difference (L2) of the two gradients.
+    """
+    known = dict(zip(FINGERPRINT_FIELDS, gradient, strict=True))
+    count = known["count"] - known["zero"]
+    if count < 1 or not known["l2"] > 0:
+        return 0.0
+    mean = known["abs_mean"] * known["count"] / count
+    root = known["l2"] / math.sqrt(count)
+    below = min(1.0, inherited * root / mean)
+    fraction = 1 - ((1 - below) * mean / root) ** 2
+    return math.sqrt(2 * max(0.0, fraction))
