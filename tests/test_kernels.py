@@ -234,6 +234,31 @@ def test_crc32_is_that_of_zlib(engine: str, size: int) -> None:
     assert kernels.crc32(b"123456789") == 0xCBF43926  # the check value of CRC-32
 
 
+@pytest.mark.parametrize("size", [0, 1, 15, 63, 127, 128, 129, 200, 4096, 16_400, 200_003])
+def test_an_entry_is_placed_with_its_checksum(engine: str, size: int) -> None:
+    """Wherever it comes to lie, and whatever the processor has."""
+    data = np.frombuffer(np.random.default_rng(size).bytes(size + 3), np.uint8)
+    for start, to, length in itertools.product((0, 3), (0, 1, 96), (4, 64)):
+        part, end = data[start : start + size], to + length + size
+        piece, head = bytearray(b"-" * (end + 64)), bytes(range(length))
+        crc_at = length - 4
+        expected = zlib.crc32(part)
+        assert kernels.place(piece, to, head, crc_at, part) == expected
+        assert piece[: to + crc_at] == b"-" * to + head[:crc_at]
+        assert piece[to + crc_at : to + length] == expected.to_bytes(4, "little")
+        assert piece[to + length : end] == part.tobytes()
+        assert piece[end:] == b"-" * 64
+
+
+@needs_c
+@pytest.mark.parametrize(("at", "crc_at"), [(90, 0), (101, 0), (0, 1), (1 << 62, 0)])
+def test_an_entry_beyond_the_piece_is_refused(at: int, crc_at: int) -> None:
+    piece = bytearray(100)
+    with pytest.raises(ValueError, match="do not belong together"):
+        kernels.place(piece, at, b"head", crc_at, b"some data")
+    assert piece == bytes(100)
+
+
 def test_threads_change_nothing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SHARE", BLOCK)
     a = values("float32", 7 * BLOCK + 5)

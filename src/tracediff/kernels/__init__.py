@@ -189,6 +189,22 @@ def crc32(data: bytes | memoryview) -> int:
     return found
 
 
+def place(piece: Any, at: int, head: bytes, crc_at: int, data: Any) -> int:
+    """Copies what comes before an entry's bytes, and these, to where they go; finds their CRC-32.
+
+    Args:
+        piece: Memory to write in; its bytes from `at` are overwritten.
+        head: What comes first.
+        crc_at: Where in `head` the CRC-32 of `data` goes, as four bytes.
+        data: A C-contiguous buffer.
+
+    Returns:
+        The CRC-32 of `data`.
+    """
+    found: int = _engine.place(piece, at, head, crc_at, data)
+    return found
+
+
 def _share(work: Callable[[slice], _T], size: int) -> list[_T]:
     """Does the work on parts of whole blocks, each in a thread of its own where that pays."""
     if size < 2 * _SHARE or (threads := min(_processors(), _THREADS, size // _SHARE)) < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from functools import lru_cache
 from typing import Any, Final
 
@@ -248,6 +249,18 @@ def within(a: NDArray[Any], b: NDArray[Any], relative: float, absolute: float) -
 def stream(data: memoryview, out: memoryview) -> None:
     """See `tracediff.kernels.stream`."""
     out[:] = data
+
+
+def place(piece: Any, at: int, head: bytes, crc_at: int, data: Any) -> int:
+    """See `tracediff.kernels.place`."""
+    whole, start = memoryview(piece), at + len(head)
+    with memoryview(data) as view:
+        flat = view.cast("B")
+        found = zlib.crc32(flat)
+        whole[start : start + len(flat)] = flat
+    whole[at:start] = head
+    whole[at + crc_at : at + crc_at + 4] = found.to_bytes(4, "little")
+    return found
 
 
 def pack(array: NDArray[Any], out: NDArray[Any]) -> None:

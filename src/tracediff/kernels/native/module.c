@@ -5,7 +5,7 @@
 #include "values.h"
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define INTERFACE 6 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 7 /* raised with every change that ../in_c.py has to know of */
 
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
@@ -259,6 +259,33 @@ static PyObject *py_stream(PyObject *self, PyObject *const *args, Py_ssize_t cou
     return closed(&buffers, Py_NewRef(Py_None));
 }
 
+/* Head, then data to a place in a piece of memory; the CRC-32 of the data goes to the head, too. */
+static PyObject *py_place(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    size_t size = 0, length = 0, n = 0;
+    uint32_t found;
+    (void)self;
+    if (!takes(5, count))
+        return NULL;
+    size_t at = PyLong_AsSize_t(args[1]), crc_at = PyLong_AsSize_t(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    char *piece = opened(&buffers, args[0], PyBUF_WRITABLE, &size);
+    const char *head = piece ? opened(&buffers, args[2], PyBUF_SIMPLE, &length) : NULL;
+    const void *data = head ? opened(&buffers, args[4], PyBUF_SIMPLE, &n) : NULL;
+    if (!data)
+        return closed(&buffers, NULL);
+    if (at > size || length > size - at || n > size - at - length || length < 4
+        || crc_at > length - 4)
+        return sizes_differ(&buffers);
+    memcpy(piece + at, head, length);
+    RUN(n, found = crc_copied(data, n, (uint8_t *)piece + at + length));
+    for (int i = 0; i < 4; i++)
+        piece[at + crc_at + (size_t)i] = (char)(found >> 8 * i);
+    return closed(&buffers, PyLong_FromUnsignedLong(found));
+}
+
 static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Buffers buffers = {.count = 0};
@@ -292,6 +319,7 @@ static PyMethodDef functions[] = {
     FUNCTION(pack, METH_FASTCALL),
     FUNCTION(stream, METH_FASTCALL),
     FUNCTION(crc32, METH_O),
+    FUNCTION(place, METH_FASTCALL),
     {NULL, NULL, 0, NULL},
 };
 

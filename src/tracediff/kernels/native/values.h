@@ -234,4 +234,7 @@ HIDDEN void stream(const char *from, size_t n, char *to);
 HIDDEN int has_crc(void);
 HIDDEN uint32_t crc(uint32_t crc, const uint8_t *data, size_t n);
 
+/* The same, from 0, of bytes that are copied past the caches meanwhile. */
+HIDDEN uint32_t crc_copied(const uint8_t *data, size_t n, uint8_t *to);
+
 #endif
