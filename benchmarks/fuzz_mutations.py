@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tracediff.trace.archive import Archive, ArchiveWriter
+from tracediff.trace.archive import Archive
+from tracediff.trace.archive_writer import ArchiveWriter
 from tracediff.trace.columns import COLUMNS, STRING_COLUMNS, decode_strings, encode_strings
 from tracediff.trace.compression import TEXTS, compress, decompress, stated_size
 from tracediff.trace.summary import digest

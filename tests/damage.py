@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from tracediff.testing import build_trace
-from tracediff.trace.archive import Archive, ArchiveWriter
+from tracediff.trace.archive import Archive
+from tracediff.trace.archive_writer import ArchiveWriter
 
 
 def three_steps(path: Path) -> Path:

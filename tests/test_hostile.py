@@ -23,7 +23,8 @@ from tracediff.replaying import Operation
 from tracediff.tape import Tape
 from tracediff.testing import build_trace
 from tracediff.trace import Trace, TraceWriter, repair, verify
-from tracediff.trace.archive import Archive, ArchiveWriter
+from tracediff.trace.archive import Archive
+from tracediff.trace.archive_writer import ArchiveWriter
 from tracediff.trace.columns import encode_strings
 from tracediff.trace.compression import TEXTS, compress
 

@@ -17,8 +17,8 @@ import pytest
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site
 from tracediff.trace import Trace, TraceWriter, direct, verify
-from tracediff.trace.archive import LONG, ArchiveWriter
-from tracediff.trace.direct import BLOCK, PIECE
+from tracediff.trace.archive_writer import ArchiveWriter
+from tracediff.trace.direct import BLOCK, LONG, PIECE
 
 SIZES = [
     [LONG - 500, 300, 7, 400],
@@ -36,8 +36,8 @@ def contents(sizes: list[int]) -> list[bytes]:
     return [generator.bytes(size) for size in sizes]
 
 
-def written(path: Path, entries: list[bytes]) -> None:
-    writer = ArchiveWriter(path)
+def written(path: Path, entries: list[bytes], long: bool = False) -> None:
+    writer = ArchiveWriter(path, long=long)
     for index, data in enumerate(entries):
         writer.add(f"e{index}", data)
     writer.close()
@@ -51,17 +51,19 @@ def check(path: Path, entries: list[bytes]) -> None:
             assert archive.read(f"e{index}") == data, index
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
-def test_every_byte_arrives(tmp_path: Path, sizes: list[int]) -> None:
+@pytest.mark.parametrize("long", [False, True], ids=["", "expected to be long"])
+@pytest.mark.parametrize("sizes", [*SIZES, [3, 5]], ids=range(len(SIZES) + 1))
+def test_every_byte_arrives(tmp_path: Path, sizes: list[int], long: bool) -> None:
     entries = contents(sizes)
-    written(tmp_path / "x.zip", entries)
+    written(tmp_path / "x.zip", entries, long)
     check(tmp_path / "x.zip", entries)
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no direct writes")
+@pytest.mark.parametrize("long", [False, True], ids=["", "expected to be long"])
 @pytest.mark.parametrize(("size", "direct_opens"), [(LONG // 2, 0), (LONG + 1, 1)])
 def test_long_files_alone_are_opened_for_direct_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, direct_opens: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, direct_opens: int, long: bool
 ) -> None:
     flags_seen: list[int] = []
     real = os.open
@@ -72,7 +74,7 @@ def test_long_files_alone_are_opened_for_direct_writes(
 
     with monkeypatch.context() as patched:
         patched.setattr(direct.os, "open", seen)
-        written(tmp_path / "x.zip", contents([size]))
+        written(tmp_path / "x.zip", contents([size]), long)
     assert sum(bool(flags & os.O_DIRECT) for flags in flags_seen) == direct_opens
 
 

@@ -21,7 +21,8 @@ from tracediff.bisection import bisect
 from tracediff.errors import CorruptTraceError, NotATraceError, TraceError, TraceFormatError
 from tracediff.testing import build_trace
 from tracediff.trace import Trace, verify
-from tracediff.trace.archive import Archive, ArchiveWriter
+from tracediff.trace.archive import Archive
+from tracediff.trace.archive_writer import ArchiveWriter
 
 KILLED_SCRIPT = """
 import sys

@@ -19,7 +19,7 @@ import tracediff.trace.zarr_types  # noqa: F401  (registers bfloat16 and float8 
 from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site
 from tracediff.testing import build_event, build_trace
-from tracediff.trace import Trace, TraceWriter, hierarchy, metadata, verify
+from tracediff.trace import Trace, TraceWriter, hierarchy, metadata, template, verify
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.names import escape_text, node_name, payload_key, unescape_text
 
@@ -104,7 +104,8 @@ def test_large_arrays_are_chunked_along_leading_axes() -> None:
 def test_chunked_arrays_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(hierarchy, "CHUNK_LIMIT", 64)
+    for module in (hierarchy, template):
+        monkeypatch.setattr(module, "CHUNK_LIMIT", 64)
     array = np.random.default_rng(1).standard_normal(shape)
     trace = write_one(tmp_path / "t", array)
     (event,) = trace.events()

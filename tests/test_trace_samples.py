@@ -20,7 +20,8 @@ from tracediff.events import Event, Run, Site
 from tracediff.report.inspection import inspect_site
 from tracediff.testing import build_event, build_trace
 from tracediff.trace import Trace, TraceWriter, sample_writer, samples, verify
-from tracediff.trace.archive import Archive, ArchiveWriter
+from tracediff.trace.archive import Archive
+from tracediff.trace.archive_writer import ArchiveWriter
 from tracediff.trace.compression import CHUNK_BYTES, NUMBERS, TEXTS, compress, decompress
 
 TRAPS = "a\0b \ufeff\u200b\u0301e\u202e 😀 \U0010ffff \ud83d \udfff\r\n\u2028\x85 \\ud800 µ"

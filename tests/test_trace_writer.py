@@ -18,7 +18,7 @@ from tracediff.errors import NotATraceError, TraceError, TraceExistsError
 from tracediff.events import Run, Site
 from tracediff.recording import Policy, Tape
 from tracediff.testing import build_event, build_trace
-from tracediff.trace import Trace, TraceWriter, verify, writer
+from tracediff.trace import Trace, TraceWriter, placing, verify
 from tracediff.trace.summary import digest, digest_value
 
 RUN = Run(stack="pytorch")
@@ -107,7 +107,7 @@ def test_the_old_trace_survives_a_failure_to_write_the_new(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "write_manifest", full)
+    monkeypatch.setattr(placing, "write_manifest", full)
     with pytest.raises(TraceError, match=r"cannot write .*No space left"):
         TraceWriter(path, RUN, overwrite=True)
     assert verify(path).sound

@@ -46,7 +46,7 @@ class Tape:
     view of a live tensor: an in-place operation afterwards cannot alter what was recorded. Only
     what is `Deferred` waits, for `settle`.
 
-    Events without payload are handed to the writer together: one by one between the calls of the
+    Payloads are handed to the writer at once, events together: one by one between the calls of the
     framework, each would find the processor's caches full of its values.
     """
 
@@ -396,9 +396,8 @@ class Tape:
         if phase == "loading" and port == "param":
             self.loaded[path] = summary.digest, summary.dtype
         shape, other = (value.shape, None) if is_array else ((), array)
-        self._unwritten.add(recorded, kind, shape, other, summary, sketches)
-        if (keep and is_array) or phase == "rendering":
-            self._unwritten.hand_over(array if keep and is_array else None)
+        payload = array if keep and is_array else None
+        self._unwritten.add(recorded, kind, shape, other, summary, sketches, payload)
 
     def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
         """The summary of a value, with its sketch if one is kept."""

@@ -33,12 +33,17 @@ Recorded = tuple[
 dims, shard, inputs, attributes, and the event that has the same value."""
 
 
+_Known = tuple[Recorded, str, tuple[int, ...], Any, Summary, str, str | None]
+"""What is known of an event, in the order of `Unwritten.add`; at last where its payload lies."""
+
+
 class Unwritten:
-    """Events in their order, the last of which may come with a payload."""
+    """Events in their order. A payload is written before its event."""
 
     def __init__(self, writer: TraceWriter | BufferedWriter) -> None:
         self._writer = writer
-        self._events: list[tuple[Recorded, str, tuple[int, ...], Any, Summary, str]] = []
+        self._store = writer.store if isinstance(writer, TraceWriter) else None
+        self._events: list[_Known] = []
 
     def add(
         self,
@@ -48,21 +53,34 @@ class Unwritten:
         value: Any,
         summary: Summary,
         sketches: str,
+        payload: NDArray[Any] | None,
     ) -> None:
-        """Keeps what is known of an event.
+        """Keeps what is known of an event, and hands over what cannot wait: payloads are written,
+        or copied, and what is rendered goes to a table of its own.
 
         Args:
             kind: Of the value that came, which is not always what was recorded before.
             value: JSON types that nobody changes; None for an array.
             sketches: `whole`, `short`, or "" for none.
+            payload: The value that is kept, if it is.
         """
-        self._events.append((recorded, kind, shape, value, summary, sketches))
+        site, order, _, _, _, dims, *_ = recorded
+        is_rendered = site[1] == "rendering"
+        place = None
+        if payload is not None and self._store is not None and not is_rendered:
+            place = self._store(site, order, tuple(dims), summary.digest, summary.dtype, payload)
+            payload = None
+        known = recorded, kind, shape, value, summary, sketches, place
+        if payload is None and not is_rendered:
+            self._events.append(known)
+        else:
+            self.hand_over()
+            self._writer.add(_event(*known), payload)
 
-    def hand_over(self, payload: NDArray[Any] | None = None) -> None:
-        """Gives the events so far to the writer, and the last one's payload."""
-        events, self._events = self._events, []
-        for count, each in enumerate(events, 1):
-            self._writer.add(_event(*each), payload if count == len(events) else None)
+    def hand_over(self) -> None:
+        """Gives the events so far to the writer."""
+        known, self._events = self._events, []
+        self._writer.add_stored([_event(*each) for each in known])
 
 
 def _event(
@@ -72,6 +90,7 @@ def _event(
     value: Any,
     summary: Summary,
     sketches: str,
+    place: str | None,
 ) -> Event:
     site, order, _, op, source, dims, shard, inputs, attributes, _ = recorded
     return Event(
@@ -88,6 +107,7 @@ def _event(
         fingerprint=summary.fingerprint,
         sketch=_kept_sketch(summary, sketches),
         inputs=inputs,
+        payload=place,
         value=value,
         attributes=attributes,
     )

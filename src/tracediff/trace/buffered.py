@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -87,6 +87,11 @@ class BufferedWriter:
         self._batch_bytes += size
         if self._batch_bytes >= _BATCH:
             self._hand_over()
+
+    def add_stored(self, events: Iterable[Event]) -> None:
+        """Adds events without payloads."""
+        for event in events:
+            self.add(event, None)
 
     def _admitted(self, event: Event, payload: NDArray[Any]) -> tuple[Event, _Payload]:
         """The event, and a copy of its payload unless the step has it or it is dropped."""

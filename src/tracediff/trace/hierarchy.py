@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.trace.archive import ArchiveWriter, Bytes
+from tracediff.trace.archive_writer import ArchiveWriter
 from tracediff.trace.compression import (
     CHUNK_BYTES,
     LARGEST_PAYLOAD,
@@ -21,6 +20,7 @@ from tracediff.trace.compression import (
     TEXTS,
     compress,
 )
+from tracediff.trace.direct import LONG, Bytes
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.manifest import MANIFEST, sync_folder
 from tracediff.trace.metadata import (
@@ -29,9 +29,11 @@ from tracediff.trace.metadata import (
     array_json,
     chunk_keys,
     chunk_shape,
+    consolidated,
     group_json,
     parents,
 )
+from tracediff.trace.template import Template
 
 
 class Hierarchy:
@@ -42,24 +44,38 @@ class Hierarchy:
 
     Attributes:
         nodes: Path of each array -> its `zarr.json`.
-        groups: Path of a group -> its attributes, for those that have any.
     """
 
-    def __init__(self, final: Path) -> None:
+    def __init__(self, final: Path, template: Template | None = None) -> None:
         """
         Args:
             final: The name that `commit` gives the file.
+            template: What is known of the file before, if there was one of its kind.
         """
         self._final = final
-        self._archive = ArchiveWriter(final.with_name(f".{final.name}.tmp"))
-        self._described: set[str] = set()
-        self._held: list[tuple[str, Bytes]] | None = None
+        self._template = template = template or Template()
+        self._archive = ArchiveWriter(
+            final.with_name(f".{final.name}.tmp"), long=template.long, directory=template.directory
+        )
+        self._late: dict[str, str] = {}
+        self._groups: dict[str, Mapping[str, Any]] = {}
         self.nodes: dict[str, str] = {}
-        self.groups: dict[str, Mapping[str, Any]] = {}
 
     def add_chunk(self, key: str, data: bytes) -> None:
-        """Appends one encoded chunk of an array whose metadata is put into `nodes` later."""
+        """Appends one encoded chunk of an array that is described later."""
         self._archive.add(key, data)
+
+    def describe(self, nodes: Mapping[str, str], group: str, attributes: Mapping[str, Any]) -> None:
+        """Gives the metadata of arrays whose chunks were added one by one, to be written last.
+
+        Args:
+            nodes: `zarr.json` text by path.
+            group: Path of the group that they are in.
+            attributes: Its attributes.
+        """
+        self.nodes.update(nodes)
+        self._late.update(nodes)
+        self._groups[group] = attributes
 
     def add_array(
         self,
@@ -76,6 +92,12 @@ class Hierarchy:
             dims: Names of the dimensions; left out unless there is one for each.
             packed: Compress it, unless it is too small to gain or too large to unpack.
         """
+        layout = None if packed else self._template.layout(path, (data_type, array.shape, dims))
+        if layout is not None:
+            little = np.asarray(array, layout.dtype, order="C")
+            self._archive.place(layout.fixed, little if layout.has_buffer else _bytes_of(little))
+            self.nodes[path] = layout.document
+            return
         little = np.asarray(array, dtype=DTYPES[data_type], order="C")
         packed = packed and SMALLEST_PAYLOAD <= little.nbytes <= LARGEST_PAYLOAD
         names = dims if len(dims) == array.ndim else ()
@@ -100,44 +122,35 @@ class Hierarchy:
         Args:
             attributes: Attribute `tracediff` of the root group.
         """
-        for path in parents(self.nodes):
-            self.nodes[path] = group_json(self.groups.get(path, {}))
-        documents = {
-            f"{path}/{MANIFEST}": document
-            for path, document in self.nodes.items()
-            if path not in self._described
-        }
-        documents[MANIFEST] = group_json({"tracediff": dict(attributes)}, self.nodes)
-        self._archive.add_all(*((name, text.encode("ascii")) for name, text in documents.items()))
+        own = {"tracediff": dict(attributes)}
+        if self._late:
+            root = self._add_groups(own)
+        else:
+            groups = self._template.groups(self.nodes)
+            self._archive.place(groups.fixed, None)
+            root = group_json(own, groups.metadata)
+        self._archive.add(MANIFEST, root.encode("ascii"))
         self._archive.close()
         self._archive.path.rename(self._final)
         sync_folder(self._final.parent)
+        self._template.long = self._archive.size > LONG
         return self._archive.size
+
+    def _add_groups(self, attributes: Mapping[str, Any]) -> str:
+        """Writes what has no metadata yet; returns that of the root group."""
+        documents = dict(self._late)
+        for path in parents(self.nodes):
+            documents[path] = group_json(self._groups.get(path, {}))
+        for path, document in documents.items():
+            self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
+        return group_json(attributes, consolidated({**self.nodes, **documents}))
 
     def _append(self, path: str, document: str, chunks: Iterable[tuple[str, Bytes]]) -> None:
         """Appends an array's metadata and its chunks, given by their keys within the array."""
         self.nodes[path] = document
-        self._described.add(path)
-        entries = [(f"{path}/{MANIFEST}", document.encode("ascii"))]
+        self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))
         for key, data in chunks:
-            self._write(*entries, (f"{path}/{key}", data))
-            entries = []
-        if entries:  # an empty array has no chunks
-            self._write(*entries)
-
-    def _write(self, *entries: tuple[str, Bytes]) -> None:
-        if self._held is None:
-            self._archive.add_all(*entries)
-        else:
-            self._held += entries
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Writes what is appended in the block in one go at its end: many small arrays."""
-        self._held = []
-        yield
-        held, self._held = self._held, None
-        self._archive.add_all(*held)
+            self._archive.add(f"{path}/{key}", data)
 
     def abandon(self) -> None:
         """Closes and removes the file."""

@@ -78,22 +78,30 @@ def array_json(
     return json.dumps(document, separators=(",", ":"))
 
 
-def group_json(attributes: Mapping[str, Any], nodes: Mapping[str, str] | None = None) -> str:
-    """The `zarr.json` of a group, with the metadata of all nodes below it if given.
+def group_json(attributes: Mapping[str, Any], metadata: str | None = None) -> str:
+    """The `zarr.json` of a group.
+
+    Args:
+        metadata: That of all nodes below it, see `consolidated`, if it is to be there.
+    """
+    head = f'{{"zarr_format":3,"node_type":"group","attributes":{json.dumps(dict(attributes))}'
+    if metadata is None:
+        return head + "}"
+    return (
+        f'{head},"consolidated_metadata":{{"kind":"inline","must_understand":false,'
+        f'"metadata":{{{metadata}}}}}}}'
+    )
+
+
+def consolidated(nodes: Mapping[str, str]) -> str:
+    """The metadata of all nodes of a group in one.
 
     Args:
         nodes: `zarr.json` text by path. Siblings are written next to each other: zarr 3.1.6
             cannot read consolidated metadata otherwise.
     """
-    head = f'{{"zarr_format":3,"node_type":"group","attributes":{json.dumps(dict(attributes))}'
-    if nodes is None:
-        return head + "}"
     paths = sorted(nodes, key=lambda path: (path.count("/"), path.split("/")))
-    inline = ",".join(f"{json.dumps(path)}:{nodes[path]}" for path in paths)
-    return (
-        f'{head},"consolidated_metadata":{{"kind":"inline","must_understand":false,'
-        f'"metadata":{{{inline}}}}}}}'
-    )
+    return ",".join([f"{json.dumps(path)}:{nodes[path]}" for path in paths])
 
 
 def parents(paths: Iterable[str]) -> set[str]:

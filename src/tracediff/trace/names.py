@@ -45,13 +45,14 @@ def node_name(name: str) -> str:
 
 def payload_key(site: Site) -> str:
     """Where the payload of a site lies inside its segment."""
-    return _payload_key(site.phase, f"{site.path}#{site.call}", site.port)
+    return key_of(site.phase, site.path, site.call, site.port)
 
 
 @lru_cache(maxsize=1 << 13)
-def _payload_key(phase: str, called: str, port: str) -> str:
+def key_of(phase: str, path: str, call: int, port: str) -> str:
+    """As `payload_key`, by the fields of the site."""
     top = phase if phase in ("rendering", "rng") else f"tensors/{node_name(phase)}"
-    return f"{top}/{node_name(called)}/{node_name(port)}"
+    return f"{top}/{node_name(f'{path}#{call}')}/{node_name(port)}"
 
 
 def payload_site(key: str, step: int) -> Site | None:

@@ -13,21 +13,32 @@ from tracediff.trace import columns
 from tracediff.trace.columns import Encoder
 from tracediff.trace.hierarchy import Hierarchy
 from tracediff.trace.manifest import FORMAT
-from tracediff.trace.names import payload_key
+from tracediff.trace.names import key_of
 from tracediff.trace.sample_writer import SampleWriter
 from tracediff.trace.samples import GROUP
 from tracediff.trace.summary import SKETCHES, Plain, digest, plain
+from tracediff.trace.template import Template
+
+SiteFields = tuple[int, str, str, int, str]
+"""Those of a `Site`, in its order."""
 
 
 class SegmentWriter:
     """One step while it is written: its events' columns, and their payloads."""
 
     def __init__(
-        self, folder: Path, step: int, rank: int, encoder: Encoder, compress: bool = False
+        self,
+        folder: Path,
+        step: int,
+        rank: int,
+        encoder: Encoder,
+        template: Template,
+        compress: bool = False,
     ) -> None:
         """
         Args:
             encoder: The one that encodes all steps of the process.
+            template: The one that knows the steps before.
             compress: Whether payloads are compressed.
         """
         self.step = step
@@ -35,7 +46,7 @@ class SegmentWriter:
         self.events: list[Event] = []
         self._encoder = encoder
         self._compress = compress
-        self._file = Hierarchy(folder / f"{step:08d}.zip")
+        self._file = Hierarchy(folder / f"{step:08d}.zip", template)
         self.samples = SampleWriter(self._file.add_chunk)
         self._stored: dict[tuple[bytes, str, tuple[int, ...]], str] = {}
 
@@ -45,7 +56,10 @@ class SegmentWriter:
             return
         if payload is not None:
             of_value = event.digest or digest(payload)
-            event = as_written(event, of_value, self._store(event, of_value, payload))
+            site = event.site
+            fields = site.step, site.phase, site.path, site.call, site.port
+            key = self.store(fields, event.order, event.dims, of_value, event.dtype, payload)
+            event = as_written(event, of_value, key)
         elif event.payload is not None or not is_plain(event):
             event = as_written(event, event.digest, None)
         self.events.append(event)
@@ -55,13 +69,31 @@ class SegmentWriter:
         key = self._stored[event.digest, event.dtype, event.shape]
         self.events.append(as_written(event, event.digest, key))
 
-    def _store(self, event: Event, of_value: bytes, payload: NDArray[Any]) -> str:
-        """Where the payload lies."""
-        identity = (of_value, event.dtype, event.shape)
+    def store(
+        self,
+        site: SiteFields,
+        order: int,
+        dims: tuple[str, ...],
+        of_value: bytes,
+        dtype: str,
+        payload: NDArray[Any],
+    ) -> str:
+        """Writes a payload unless the segment has an equal one; returns where it lies.
+
+        Args:
+            order: That of the event; it tells apart events that share a site.
+            of_value: The payload's digest.
+            dtype: Its name.
+        """
+        identity = of_value, dtype, payload.shape
         key = self._stored.get(identity)
         if key is None:
-            key = self._stored[identity] = self._free_key(event)
-            self._file.add_array(key, payload, event.dtype, event.dims, packed=self._compress)
+            _, phase, path, call, port = site
+            key = key_of(phase, path, call, port)
+            if key in self._file.nodes:
+                key = f"{key}%@{order}"
+            self._stored[identity] = key
+            self._file.add_array(key, payload, dtype, dims, packed=self._compress)
         return key
 
     def commit(self) -> int:
@@ -74,8 +106,7 @@ class SegmentWriter:
             "sketches": SKETCHES,
         }
         try:
-            with self._file.at_once():
-                self._write_columns()
+            self._write_columns()
             self._finish_samples()
             return self._file.commit(attributes)
         except BaseException:
@@ -89,13 +120,7 @@ class SegmentWriter:
         """Writes the rest of the table of samples, if there is one."""
         if self.samples.rows:
             nodes, attributes = self.samples.finish()
-            self._file.nodes.update(nodes)
-            self._file.groups[GROUP] = {"tracediff": attributes}
-
-    def _free_key(self, event: Event) -> str:
-        """A key for the payload; the order tells apart events that share a site."""
-        key = payload_key(event.site)
-        return key if key not in self._file.nodes else f"{key}%@{event.order}"
+            self._file.describe(nodes, GROUP, {"tracediff": attributes})
 
     def _write_columns(self) -> None:
         count = len(self.events)

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from tracediff.errors import NotATraceError, TraceError, TraceExistsError
+from tracediff.errors import TraceError
 from tracediff.events import Event, Run, Site
 from tracediff.forks import process_id
 from tracediff.trace.columns import Encoder
-from tracediff.trace.dtypes import storable
+from tracediff.trace.dtypes import DTYPES, storable
 from tracediff.trace.index import Prefix, StepIndex, step_index, write_index
 from tracediff.trace.manifest import (
-    INDEX,
     MANIFEST,
     SEGMENTS,
     SNAPSHOTS,
-    Lock,
-    is_trace,
     sync_folder,
     write_manifest,
 )
-from tracediff.trace.seal import Sealer, is_seal
-from tracediff.trace.segment_writer import SegmentWriter
+from tracediff.trace.placing import create, join
+from tracediff.trace.seal import Sealer
+from tracediff.trace.segment_writer import SegmentWriter, SiteFields
 from tracediff.trace.snapshot import Tree, snapshot_files, write_snapshot
 from tracediff.trace.summary import FINGERPRINT_FIELDS
-
-_OURS: Final = frozenset({MANIFEST, f".{MANIFEST}.tmp", SEGMENTS, INDEX, SNAPSHOTS})
-
-
-def _is_ours(name: str) -> bool:
-    return name in _OURS or is_seal(name)
+from tracediff.trace.template import Template
 
 
 class TraceWriter:
@@ -97,6 +88,7 @@ class TraceWriter:
         self._snapshots: list[Path] = []
         self._segment: SegmentWriter | None = None
         self._encoder = Encoder()
+        self._template = Template()
         self._last_step = -1
         self._committed = 0
         self._so_far = Prefix()
@@ -105,9 +97,9 @@ class TraceWriter:
         self._refused: TraceError | None = None
         with _writing(self.place):
             if rank:
-                self._lock = self._join()
+                self._lock = join(self.path, self._folder, rank)
             else:
-                self._lock = self._create(overwrite)
+                self._lock = create(self.path, self.place, self.run, overwrite=overwrite, seal=seal)
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +137,56 @@ class TraceWriter:
         except (OSError, TraceError) as error:
             self._refuse(error)
 
+    def store(
+        self,
+        site: SiteFields,
+        order: int,
+        dims: tuple[str, ...],
+        digest: bytes,
+        dtype: str,
+        payload: NDArray[Any],
+    ) -> str | None:
+        """Writes the payload of an event that comes with `add_stored`.
+
+        Args:
+            dtype: The name of the payload's.
+
+        Returns:
+            Where it lies; None where nothing is written any more.
+
+        Raises:
+            As `add`.
+        """
+        if process_id() != self._pid or (self._refused is not None and self._gave_up()):
+            return None
+        segment = self._segment
+        if segment is None or segment.step != site[0] or dtype not in DTYPES:
+            storable(payload.dtype)
+            self._check_step(Site(*site))
+        try:
+            segment = segment or self._open(site[0])
+            return segment.store(site, order, dims, digest, dtype, payload)
+        except (OSError, TraceError) as error:
+            self._refuse(error)
+            return None
+
+    def add_stored(self, events: Sequence[Event]) -> None:
+        """Adds events of one step as they are: with what `store` returned as their payloads, their
+        values and attributes of JSON types.
+
+        Raises:
+            As `add`.
+        """
+        if not events or process_id() != self._pid or self._gave_up():
+            return
+        self._check_step(events[0].site)
+        try:
+            segment = self._segment or self._open(events[0].site.step)
+        except OSError as error:
+            self._refuse(error)
+        else:
+            segment.events += events
+
     def add_again(self, event: Event) -> None:
         """Adds an event whose value was added to the open step with its payload before.
 
@@ -159,7 +201,9 @@ class TraceWriter:
 
     def _open(self, step: int) -> SegmentWriter:
         """Begins a step."""
-        self._segment = SegmentWriter(self._folder, step, self.rank, self._encoder, self._compress)
+        self._segment = SegmentWriter(
+            self._folder, step, self.rank, self._encoder, self._template, self._compress
+        )
         return self._segment
 
     def commit_step(self) -> None:
@@ -317,11 +361,7 @@ class TraceWriter:
             self._sealer.forget(file)
 
     def _check(self, event: Event, payload: NDArray[Any] | None) -> None:
-        segment = self._segment
-        if segment is None:
-            self._check_new(event.site)
-        elif event.site.step != segment.step:
-            raise ValueError(f"step {segment.step} is open: commit it before {event.site}")
+        self._check_step(event.site)
         if event.fingerprint and len(event.fingerprint) != len(FINGERPRINT_FIELDS):
             raise ValueError(f"{event.site}: a fingerprint has {len(FINGERPRINT_FIELDS)} numbers")
         if payload is not None and (
@@ -332,85 +372,17 @@ class TraceWriter:
                 f"{payload.dtype} {payload.shape}"
             )
 
-    def _check_new(self, site: Site) -> None:
-        """Checks the first event of a step."""
+    def _check_step(self, site: Site) -> None:
+        """Checks that an event is of the step that is open, or may open its own."""
+        segment = self._segment
+        if segment is not None:
+            if site.step != segment.step:
+                raise ValueError(f"step {segment.step} is open: commit it before {site}")
+            return
         if self._finished:
             raise ValueError(f"the trace is finished, and {site} came after it")
         if site.step <= self._last_step:
             raise ValueError(f"step {site.step} was committed already, and {site} came after it")
-
-    # ---- creating --------------------------------------------------------------------------
-
-    def _create(self, overwrite: bool) -> Lock:
-        """Creates the trace under a temporary name, then renames it into place."""
-        root = self._root
-        occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
-        old = self._replaceable(overwrite) if occupied else None
-        new = root.with_name(f".{root.name}.{secrets.token_hex(4)}.new")
-        lock = None
-        try:
-            (new / SEGMENTS / "0").mkdir(parents=True)
-            lock = Lock(new)
-            write_manifest(new, self.run, sealed=self._sealer is not None)
-            _put(new, root, replacing=old is not None)
-        except BaseException:
-            if lock is not None:
-                lock.release()
-            shutil.rmtree(new, ignore_errors=True)
-            raise
-        finally:
-            if old is not None:
-                old.release()
-        return lock
-
-    def _replaceable(self, overwrite: bool) -> Lock:
-        """Locks the trace that is there, if it may be replaced."""
-        if not overwrite:
-            raise TraceExistsError(
-                f"{self.place} already holds something: choose another path, or overwrite it with "
-                "--overwrite if it is a trace"
-            )
-        if not is_trace(self._root):
-            raise TraceExistsError(
-                f"{self.path} is no trace, so it is not overwritten: choose another path"
-            )
-        foreign = sorted(item.name for item in self._root.iterdir() if not _is_ours(item.name))
-        if foreign:
-            raise TraceExistsError(
-                f"{self.path} holds {foreign[0]!r}, which is no part of a trace, so it is not "
-                "overwritten: move that elsewhere"
-            )
-        return Lock(self._root)
-
-    def _join(self) -> Lock:
-        if not is_trace(self._root):
-            raise NotATraceError(
-                f"{self.path} is no trace that rank {self.rank} could join: start rank 0 first"
-            )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if any(self._folder.iterdir()):
-            raise TraceExistsError(f"{self.path} already holds segments of rank {self.rank}")
-        return Lock(self._folder)
-
-
-def _put(new: Path, root: Path, *, replacing: bool) -> None:
-    """Gives a new trace its place. What it replaces is set aside first and removed last."""
-    old = root.with_name(f".{root.name}.{secrets.token_hex(4)}.old")
-    if replacing:
-        root.rename(old)
-    try:
-        new.rename(root)
-    except OSError as error:
-        if replacing:
-            old.rename(root)
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise TraceExistsError(
-                f"{root} was created by another process meanwhile: choose another path"
-            ) from None
-        raise
-    sync_folder(root.parent)
-    if replacing:
-        shutil.rmtree(old)
 
 
 @contextmanager
