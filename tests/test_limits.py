@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from tracediff.compare.masks import see_as_many
 from tracediff.compare.optimizers import of_noise
 from tracediff.events import Event, Site
-from tracediff.trace.summary import fingerprint
+from tracediff.trace.summary import FINGERPRINT_FIELDS, fingerprint
 
 ROUNDING = 1e-6
 
@@ -45,6 +47,15 @@ def test_elements_that_are_zero_are_no_noise() -> None:
     grad = np.zeros(10_000)
     grad[:100] = 1.0
     assert of_noise(fingerprint(grad, brief=True), ROUNDING) == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["abs_mean", "l2", "count"])
+@pytest.mark.parametrize("value", [0.0, math.nan, -1.0])
+def test_statistics_that_contradict_each_other_allow_nothing(name: str, value: float) -> None:
+    """As a trace may hold that was tampered with."""
+    known = fingerprint(np.ones(100), brief=True)
+    place = FINGERPRINT_FIELDS.index(name)
+    assert of_noise((*known[:place], value, *known[place + 1 :]), ROUNDING) == 0.0
 
 
 def mask(array: np.ndarray) -> Event:

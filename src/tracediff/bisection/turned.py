@@ -119,12 +119,13 @@ class Choices:
         options, rows = scores.baseline.shape[-1], math.prod(scores.baseline.shape[:-1])
         apart = self._ledger.level(scores).carry
         if a.sketch is not None and b.sketch is not None:
-            squares = sketched_distance(a.sketch, b.sketch) ** 2
+            distance = sketched_distance(a.sketch, b.sketch)
+            squares = distance * distance
         else:
-            squares = abs(norm(a) ** 2 - norm(b) ** 2)
+            squares = abs(norm(a) * norm(a) - norm(b) * norm(b))
         # Two numbers below n, taken at random, differ by the root of (n^2 - 1) / 6.
         count = squares * 6 / max(1, options**2 - 1)
-        if count > _FEW + _expected(apart, options, rows):
+        if not count <= _FEW + _expected(apart, options, rows):  # NaN, too
             return None
         return Turned(max(1, min(rows, round(count))), rows, apart, None)
 

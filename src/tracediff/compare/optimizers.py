@@ -169,7 +169,7 @@ def of_noise(gradient: Sequence[float], inherited: float) -> float:
     """
     known = dict(zip(FINGERPRINT_FIELDS, gradient, strict=True))
     count = known["count"] - known["zero"]
-    if count < 1 or not known["l2"] > 0:
+    if count < 1 or not (known["l2"] > 0 and known["abs_mean"] > 0):  # or it was tampered with
         return 0.0
     mean = known["abs_mean"] * known["count"] / count
     root = known["l2"] / math.sqrt(count)
