@@ -60,6 +60,31 @@ def test_the_rounding_of_a_large_logarithm_of_a_sum_is_no_error() -> None:
     assert found.within
 
 
+def test_sums_over_many_classes_that_err_to_one_side_are_no_error() -> None:
+    """A plain loop over 50,000 exponentials loses most of the small ones' last bits: all
+    probabilities come out alike too large, and the labels' own elements hardly move."""
+    rng = np.random.default_rng(2)
+    logits = (2 * rng.standard_normal((1, 27, 49_152))).astype(np.float32)
+    labels = rng.integers(0, logits.shape[-1], logits.shape[:2])
+    peaks = np.where(np.arange(27) % 9, 13.0, -13.0)  # most are likely, a few hardly possible
+    np.put_along_axis(logits, labels[..., None], peaks.astype(np.float32)[None, :, None], axis=-1)
+    right = gradient(logits, labels)
+    z = logits.astype(float)
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    p *= 1 + 2e-4 * rng.uniform(0.5, 1.0, (1, 27, 1))
+    places = *np.nonzero(labels >= 0), labels.reshape(-1)
+    p[places] -= 1
+    other = (p / labels.size).astype(np.float32)
+    event = Event(site=Site(0, "backward", "root", 0, "grad_out"), order=1, dtype="float32")
+    found = rule((event, event), (logits, logits), (right, other), REFERENCE)
+    assert found is not None
+    assert found.within
+    other[0, 9] *= 1.00002  # less than that, where nothing has to be off
+    found = rule((event, event), (logits, logits), (right, other), REFERENCE)
+    assert found is not None
+    assert (found.within, found.blame) == (False, "target")
+
+
 @pytest.mark.parametrize("size", [1e-5, 1e-3])
 @pytest.mark.parametrize("side", ["baseline", "target"])
 def test_one_position_that_is_off_is_blamed(side: str, size: float) -> None:

@@ -28,9 +28,6 @@ _ELEMENTS: Final = 1 << 22
 _SAME_FACTOR: Final = 64.0
 """Units of roundoff by which the two factors may differ: each is fitted, and rounded."""
 
-_NORMAL: Final = 2.0**-126
-"""Smallest number of float32 that has all its bits."""
-
 _NAME: Final = "gradient of cross_entropy in"
 
 
@@ -95,24 +92,30 @@ def _fitted(
     found = reference.gradient(call, np.ones(labels.shape), "in")
     if found is None:
         return None
-    factor = _factor(found.value, found.spread, g)
+    factor = _factor(found.value, g, labels)
     if not math.isfinite(factor) or factor <= 0:
         return None
     return _Fit(held(g, factor * found.value, factor * found.spread), factor)
 
 
-def _factor(value: Floats, spread: Floats, g: Floats) -> float:
-    """The factor that `g` is `value` times: least squares, each element by how well it is known. A
-    label's own is exact to its last bit where others err with the logarithm of the sum."""
-    known = np.abs(value) > _NORMAL
-    if known.all():
-        value, spread, g = (array.reshape(-1) for array in (value, spread, g))
-    else:
-        value, spread, g = value[known], spread[known], g[known]
-    size = np.maximum(spread, _NORMAL)
-    weighted, scaled = value / size, g / size
-    total = float((weighted**2).sum())
-    return float((weighted * scaled).sum()) / total if total else math.nan
+def _factor(value: Floats, g: Floats, labels: NDArray[np.intp]) -> float:
+    """The factor c that `g` is `value` times, whatever the logarithms of the sums err by.
+
+    Such an error e of a row, common to all its probabilities, makes its gradient
+    `c ((1 + e) p - onehot)`. With p of the label, and S the sum of the others' elements,
+    `S = c (1 + e) (1 - p)`, so that the label's own element is `S p / (1 - p) - c`. A row counts by
+    how little the division takes from it.
+    """
+    rows = np.arange(len(labels))
+    left = -value[rows, labels]
+    own = g[rows, labels]
+    rest = g.sum(axis=-1) - own
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each = rest * (1 - left) / left - own
+    known = (left > 0) & np.isfinite(each)
+    weights = np.square(left[known])
+    total = float(weights.sum())
+    return float((weights * each[known]).sum()) / total if total else math.nan
 
 
 def _agree(a: float, b: float, events: tuple[Event, Event]) -> bool:
