@@ -190,6 +190,7 @@ class OperationHooks:
         bases = [self._base(a.look) if a.written else None for a in arguments]
         result = call.run()
         if function.doubtful:
+            _wait(function.name, result)
             self._doubt(call, result)
         if function.uninitialised:
             for tensor in flat(result):
@@ -395,6 +396,13 @@ class OperationHooks:
                 if look is not None and look[0] == viewed[0]:
                     return self._base(look)
         return None
+
+
+def _wait(name: str, result: Any) -> None:
+    """Waits for a collective, which writes its results on another thread until the program does."""
+    if name.startswith("_c10d_functional."):
+        for tensor in flat(result):
+            torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _made(name: str, tensor: torch.Tensor, of_value: bytes) -> Made:
