@@ -183,18 +183,31 @@ def issuing_lines(framework: str, start: FrameType | None = None) -> tuple[str, 
     Returns:
         Both as `file:line`, "" where there is none.
     """
+    return _told(*_walk(start or sys._getframe(1), _kinds(framework), None))
+
+
+def _walk(
+    frame: FrameType | None, kinds: _Kinds, boundary: CodeType | None
+) -> tuple[FrameType | None, FrameType | None]:
+    """The innermost frame of a package, if one comes first, and that of the user's code or of the
+    boundary."""
     package: FrameType | None = None
-    kinds = _kinds(framework)
-    frame: FrameType | None = start or sys._getframe(1)
     while frame is not None:
-        kind = kinds[frame.f_code.co_filename]
+        code = frame.f_code
+        if code is boundary:
+            break
+        kind = kinds[code.co_filename]
         if kind is _USER:
-            line = _line(frame)
-            return line if package is None else _line(package), line
+            break
         if kind is _PACKAGE and package is None:
             package = frame
         frame = frame.f_back
-    return "" if package is None else _line(package), ""
+    return package, frame
+
+
+def _told(package: FrameType | None, user: FrameType | None) -> tuple[str, str]:
+    line = "" if user is None else _line(user)
+    return line if package is None else _line(package), line
 
 
 class Lines:
@@ -222,23 +235,12 @@ class Lines:
         """
         if call is None:
             return issuing_lines(self._framework)
-        package: FrameType | None = None
-        kinds, boundary = _kinds(self._framework), self._boundary
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if code is boundary:
-                if self._call is not call:
-                    self._call, self._around = call, issuing_lines(self._framework, frame.f_back)
-                return (self._around[0] if package is None else _line(package)), self._around[1]
-            kind = kinds[code.co_filename]
-            if kind is _USER:
-                line = _line(frame)
-                return line if package is None else _line(package), line
-            if kind is _PACKAGE and package is None:
-                package = frame
-            frame = frame.f_back
-        return "" if package is None else _line(package), ""
+        package, end = _walk(sys._getframe(1), _kinds(self._framework), self._boundary)
+        if end is None or end.f_code is not self._boundary:
+            return _told(package, end)
+        if self._call is not call:
+            self._call, self._around = call, issuing_lines(self._framework, end.f_back)
+        return (self._around[0] if package is None else _line(package)), self._around[1]
 
 
 _FRAMEWORK: Final = "framework"
