@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tracediff.events import Event, Run, Site
 from tracediff.trace import Trace, TraceWriter, verify
 from tracediff.trace.direct import LONG, PIECE
+from tracediff.trace.rows import row_of
 from tracediff.trace.summary import digest
 
 Value = tuple[str, str, NDArray[Any], tuple[str, ...]]
@@ -42,7 +43,7 @@ def some(generator: np.random.Generator, step: int) -> Iterator[Value]:
 
 def write(writer: TraceWriter, step: int, values: list[Value], by: str) -> None:
     """Writes a step, with `add` or with `store`."""
-    events = []
+    rows = []
     for order, (phase, path, array, dims) in enumerate(values):
         site = Site(step, phase, path, 0, "out")
         name, found = array.dtype.name, digest(array)
@@ -54,8 +55,8 @@ def write(writer: TraceWriter, step: int, values: list[Value], by: str) -> None:
         else:
             fields = (step, phase, path, 0, "out")
             event.payload = writer.store(fields, order, dims, found, name, array)  # type: ignore[misc]
-            events.append(event)
-    writer.add_stored(events)
+            rows.append(row_of(event))
+    writer.add_stored(step, rows)
     writer.commit_step()
 
 
@@ -135,7 +136,7 @@ def test_a_stored_payload_has_been_read(tmp_path: Path) -> None:
             payload=place,
         )  # fmt: skip
         array[:] = -1
-        writer.add_stored([event])
+        writer.add_stored(0, [row_of(event)])
     with Trace(tmp_path / "t") as trace:
         np.testing.assert_array_equal(trace.array(trace.events(0)[0]), np.arange(5.0))
 
@@ -147,7 +148,7 @@ def test_what_is_stored_must_be_of_the_open_step(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="step 1 is open"):
             writer.store((2, "forward", "m", 0, "out"), 0, (), digest(array), "float64", array)
         with pytest.raises(ValueError, match="step 1 is open"):
-            writer.add_stored([Event(site=Site(2, "forward", "m"), order=0)])
+            writer.add_stored(2, [row_of(Event(site=Site(2, "forward", "m"), order=0))])
         writer.commit_step()
         with pytest.raises(ValueError, match="committed already"):
             writer.store((1, "forward", "m", 0, "out"), 0, (), digest(array), "float64", array)

@@ -7,15 +7,14 @@ processor full of the framework's values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.events import Event, Site
 from tracediff.summaries import Summary
 from tracediff.trace import BufferedWriter, TraceWriter
-from tracediff.trace.summary import shortened
+from tracediff.trace.rows import Row, event_of
+from tracediff.trace.summary import SHORT_SKETCH, SKETCH_SIZE
 
 Recorded = tuple[
     tuple[int, str, str, int, str],
@@ -33,17 +32,17 @@ Recorded = tuple[
 dims, shard, inputs, attributes, and the event that has the same value."""
 
 
-_Known = tuple[Recorded, str, tuple[int, ...], Any, Summary, str, str | None]
-"""What is known of an event, in the order of `Unwritten.add`; at last where its payload lies."""
+_BUCKETS: Final = {"": 0, "short": SHORT_SKETCH, "whole": SKETCH_SIZE}
 
 
 class Unwritten:
-    """Events in their order. A payload is written before its event."""
+    """Events of one step, in their order. A payload is written before its event."""
 
     def __init__(self, writer: TraceWriter | BufferedWriter) -> None:
         self._writer = writer
         self._store = writer.store if isinstance(writer, TraceWriter) else None
-        self._events: list[_Known] = []
+        self._step = 0
+        self._rows: list[Row] = []
 
     def add(
         self,
@@ -64,56 +63,27 @@ class Unwritten:
             sketches: `whole`, `short`, or "" for none.
             payload: The value that is kept, if it is.
         """
-        site, order, _, _, _, dims, *_ = recorded
-        is_rendered = site[1] == "rendering"
+        site, order, _, op, source, dims, shard, inputs, attributes, _ = recorded
+        self._step, phase, path, call, port = site
+        of_value, dtype, fingerprint, sketch, _ = summary
+        dims = tuple(dims)
         place = None
-        if payload is not None and self._store is not None and not is_rendered:
-            place = self._store(site, order, tuple(dims), summary.digest, summary.dtype, payload)
+        if payload is not None and self._store is not None and phase != "rendering":
+            place = self._store(site, order, dims, of_value, dtype, payload)
             payload = None
-        known = recorded, kind, shape, value, summary, sketches, place
-        if payload is None and not is_rendered:
-            self._events.append(known)
+        buckets = _BUCKETS[sketches] if sketch is not None else 0
+        head = (
+            order, phase, path, call, port, kind, op, source, dtype, shape, dims, shard, inputs,
+            buckets,
+        )  # fmt: skip
+        row = head, of_value, fingerprint, sketch, place, value, attributes
+        if payload is None and phase != "rendering":
+            self._rows.append(row)
         else:
             self.hand_over()
-            self._writer.add(_event(*known), payload)
+            self._writer.add(event_of(self._step, row), payload)
 
     def hand_over(self) -> None:
         """Gives the events so far to the writer."""
-        known, self._events = self._events, []
-        self._writer.add_stored([_event(*each) for each in known])
-
-
-def _event(
-    recorded: Recorded,
-    kind: str,
-    shape: tuple[int, ...],
-    value: Any,
-    summary: Summary,
-    sketches: str,
-    place: str | None,
-) -> Event:
-    site, order, _, op, source, dims, shard, inputs, attributes, _ = recorded
-    return Event(
-        site=Site(*site),
-        order=order,
-        kind=kind,
-        op=op,
-        source=source,
-        dtype=summary.dtype,
-        shape=shape,
-        dims=tuple(dims),
-        shard=shard,
-        digest=summary.digest,
-        fingerprint=summary.fingerprint,
-        sketch=_kept_sketch(summary, sketches),
-        inputs=inputs,
-        payload=place,
-        value=value,
-        attributes=attributes,
-    )
-
-
-def _kept_sketch(summary: Summary, sketches: str) -> NDArray[np.float64] | None:
-    """The sketch of a value that is kept: a whole one, a short one, or none."""
-    whole = summary.sketch if sketches else None
-    return shortened(whole) if whole is not None and sketches == "short" else whole
+        rows, self._rows = self._rows, []
+        self._writer.add_stored(self._step, rows)

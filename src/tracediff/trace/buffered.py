@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from tracediff.events import Event, Run
 from tracediff.forks import process_id
-from tracediff.trace.segment_writer import as_written, is_plain
+from tracediff.trace.rows import Row, event_of, row_of
+from tracediff.trace.segment_writer import as_written
 from tracediff.trace.snapshot import Tree
+from tracediff.trace.summary import Plain
 from tracediff.trace.writer import TraceWriter
 
 ON_FULL: Final = ("wait", "drop")
@@ -78,7 +80,7 @@ class BufferedWriter:
         if self._stopping:
             self._writer.add(event, payload)  # which refuses it
         if not is_plain(event):
-            event = as_written(event, event.digest, None)
+            event = event_of(event.site.step, as_written(row_of(event), event.digest, None))
         size = _EVENT_BYTES
         if payload is not None:
             event, payload = self._admitted(event, payload)
@@ -88,10 +90,10 @@ class BufferedWriter:
         if self._batch_bytes >= _BATCH:
             self._hand_over()
 
-    def add_stored(self, events: Iterable[Event]) -> None:
-        """Adds events without payloads."""
-        for event in events:
-            self.add(event, None)
+    def add_stored(self, step: int, rows: Iterable[Row]) -> None:
+        """Adds events of one step, without payloads."""
+        for row in rows:
+            self.add(event_of(step, row), None)
 
     def _admitted(self, event: Event, payload: NDArray[Any]) -> tuple[Event, _Payload]:
         """The event, and a copy of its payload unless the step has it or it is dropped."""
@@ -241,6 +243,12 @@ class BufferedWriter:
                 self._writer.add_again(event)
             else:
                 self._writer.add(event, payload)
+
+
+def is_plain(event: Event) -> bool:
+    """Whether the event holds JSON types only, as far as that is easily seen."""
+    attributes = event.attributes
+    return event.value is None and (type(attributes) is Plain or not attributes)
 
 
 _STORED: Final[NDArray[Any]] = np.empty(0)

@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
-from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -19,36 +17,19 @@ from tracediff.trace.compression import LARGEST_TEXT, TEXTS, compress
 from tracediff.trace.documents import load_attributes, load_json
 from tracediff.trace.metadata import ArrayInfo, check_shape
 from tracediff.trace.names import escape_text, unescape_text
+from tracediff.trace.rows import Fields, Outline, Rows
 from tracediff.trace.summary import FINGERPRINT_FIELDS, SHORT_SKETCH, SKETCH_SIZE
 
 DIGEST_SIZE: Final = 16
 _NO_DIGEST: Final = bytes(DIGEST_SIZE)
-_NO_STATISTICS: Final = (float("nan"),) * len(FINGERPRINT_FIELDS)
+_NOWHERE: Final = np.empty(0, np.int64)
 
 Column = NDArray[Any] | list[str]
 
-_TEXTS: Final[Mapping[str, Callable[[Event], str | None]]] = {
-    "phase": attrgetter("site.phase"),
-    "path": attrgetter("site.path"),
-    "port": attrgetter("site.port"),
-    "kind": attrgetter("kind"),
-    "op": attrgetter("op"),
-    "source": attrgetter("source"),
-    "dtype": attrgetter("dtype"),
-    "shard": attrgetter("shard"),
-    "payload": attrgetter("payload"),
-}
-_JSON: Final[Mapping[str, Callable[[Event], Any]]] = {
-    "shape": attrgetter("shape"),
-    "dims": attrgetter("dims"),
-    "inputs": attrgetter("inputs"),
-    "value": attrgetter("value"),
-    "attributes": lambda event: event.attributes or None,
-}
-_INTEGERS: Final[Mapping[str, Callable[[Event], int]]] = {
-    "order": attrgetter("order"),
-    "call": attrgetter("site.call"),
-}
+_TEXTS: Final = (
+    "phase", "path", "port", "kind", "op", "source", "dtype", "shard", "payload"
+)  # fmt: skip
+_JSON: Final = ("shape", "dims", "inputs", "value", "attributes")
 
 STRING_COLUMNS: Final = (*_TEXTS, *_JSON)
 
@@ -74,6 +55,9 @@ COLUMNS: Final = ("digest", *sorted({*STRING_COLUMNS, *_LAYOUT} - {"digest"}))
 PACKED: Final = frozenset(_LAYOUT) - {"digest"}
 """Columns of numbers that are compressed. Digests cannot be, and bound the number of events that a
 file may promise by its size."""
+
+OUTLINED: Final = ("order", "call", "sketch_index", "short_sketch_index")
+"""Columns of numbers that `Outline` has."""
 
 DIMS: Final[Mapping[str, tuple[str, ...]]] = {
     "digest": ("event", "byte"),
@@ -106,25 +90,35 @@ class Encoder:
     """
 
     def __init__(self) -> None:
-        self._latest: dict[str, tuple[list[Any], Texts]] = {}
+        self._latest: dict[str, tuple[Sequence[Any], Texts]] = {}
+        self._outline: Outline | None = None
+        self._outlined: dict[str, Texts] = {}
 
-    def encode(self, events: Sequence[Event]) -> dict[str, Texts]:
-        """The columns of strings, by name."""
+    def encode(self, rows: Rows) -> dict[str, Texts]:
+        """The columns of strings, by name, in the order of `STRING_COLUMNS`."""
+        outline = rows.outline
+        if outline is not self._outline:
+            self._outline, self._outlined = outline, self._of_heads(outline)
+        columns = dict(self._outlined)
+        columns["payload"] = self._column("payload", rows.payloads, _escaped)
+        # Equal values need not have equal JSON: 1 and true.
+        values = ["" if value is None else _encode_json(value) for value in rows.values]
+        columns["value"] = self._column("value", values, str)
+        attributes = [_encode_json(held) if held else "" for held in rows.attributes]
+        columns["attributes"] = self._column("attributes", attributes, str)
+        return {name: columns[name] for name in STRING_COLUMNS if name in columns}
+
+    def _of_heads(self, outline: Outline) -> dict[str, Texts]:
         columns = {}
-        for name, text_of in _TEXTS.items():
-            texts = list(map(text_of, events))
-            if name not in OPTIONAL or any(texts):
+        for name in Fields._fields:
+            texts = getattr(outline.fields, name)
+            if name in _TEXTS and (name not in OPTIONAL or any(texts)):
                 columns[name] = self._column(name, texts, _escaped)
-        for name, value_of in _JSON.items():
-            rows = list(map(value_of, events))
-            if name in _ITEMS:
-                columns[name] = self._column(name, rows, _dump_tuple)
-            else:  # equal values need not have equal JSON: 1 and true
-                texts = ["" if row is None else _encode_json(row) for row in rows]
-                columns[name] = self._column(name, texts, str)
+            elif name in _ITEMS:
+                columns[name] = self._column(name, texts, _dump_tuple)
         return columns
 
-    def _column(self, name: str, rows: list[Any], text_of: Callable[[Any], str]) -> Texts:
+    def _column(self, name: str, rows: Sequence[Any], text_of: Callable[[Any], str]) -> Texts:
         latest = self._latest.get(name)
         if latest is None or latest[0] != rows:
             latest = self._latest[name] = rows, _packed([text_of(row) for row in rows])
@@ -143,25 +137,17 @@ def _packed(texts: Sequence[str]) -> Texts:
     return Texts(compress(np.frombuffer(encoded, np.uint8), TEXTS), packed=True)
 
 
-def numbers(events: Sequence[Event]) -> dict[str, NDArray[Any]]:
-    """The columns of numbers, by name."""
-    columns: dict[str, NDArray[Any]] = {}
-    for name, integer_of in _INTEGERS.items():
-        columns[name] = np.fromiter(map(integer_of, events), "<i8", len(events))
-    digests = b"".join([event.digest or _NO_DIGEST for event in events])
-    columns["digest"] = np.frombuffer(digests, np.uint8).reshape(len(events), DIGEST_SIZE)
-    statistics = chain.from_iterable([event.fingerprint or _NO_STATISTICS for event in events])
-    width = len(FINGERPRINT_FIELDS)
-    columns["fingerprint"] = np.fromiter(statistics, "<f8", width * len(events)).reshape(-1, width)
+def numbers(rows: Rows) -> dict[str, NDArray[Any]]:
+    """The columns of numbers, by name; what the outline has, as the same array each time."""
+    outline = rows.outline
+    columns: dict[str, NDArray[Any]] = {"order": outline.orders, "call": outline.calls}
+    digests = b"".join([digest or _NO_DIGEST for digest in rows.digests])
+    columns["digest"] = np.frombuffer(digests, np.uint8).reshape(len(rows), DIGEST_SIZE)
+    columns["fingerprint"] = rows.statistics
     for name, size in _SKETCHES.items():
-        kept = [
-            (i, e.sketch)
-            for i, e in enumerate(events)
-            if e.sketch is not None and e.sketch.size == size
-        ]
-        if kept or name not in OPTIONAL:
-            columns[f"{name}_index"] = np.array([index for index, _ in kept], dtype="<i8")
-            columns[name] = np.array([row for _, row in kept], "<f8").reshape(-1, size)
+        if size in rows.sketches or name not in OPTIONAL:
+            columns[f"{name}_index"] = outline.sketched.get(size, _NOWHERE)
+            columns[name] = rows.sketches.get(size, np.empty((0, size)))
     return columns
 
 

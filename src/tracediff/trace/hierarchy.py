@@ -85,12 +85,15 @@ class Hierarchy:
         dims: tuple[str, ...] = (),
         *,
         packed: bool = False,
+        is_constant: bool = False,
     ) -> None:
         """Appends an array of any layout and byte order.
 
         Args:
             dims: Names of the dimensions; left out unless there is one for each.
             packed: Compress it, unless it is too small to gain or too large to unpack.
+            is_constant: Whether nobody ever changes the array: the same one comes in steps that
+                are alike.
         """
         layout = None if packed else self._template.layout(path, (data_type, array.shape, dims))
         if layout is not None:
@@ -103,7 +106,11 @@ class Hierarchy:
         names = dims if len(dims) == array.ndim else ()
         document, chunk, keys = _layout(array.shape, data_type, names, packed)
         blocks = [little] if chunk == array.shape else _blocks(little, chunk)
-        data = (compress(b, PAYLOADS) if packed else _bytes_of(b) for b in blocks)
+        data: Iterable[Bytes] = map(_bytes_of, blocks)
+        if packed:
+            data = (compress(block, PAYLOADS) for block in blocks)
+            if is_constant:
+                data = self._template.compressed(path, array, data)
         self._append(path, document, zip(keys, data, strict=True))
 
     def add_strings(self, path: str, data: bytes, count: int, *, packed: bool) -> None:
@@ -139,7 +146,7 @@ class Hierarchy:
     def _add_groups(self, attributes: Mapping[str, Any]) -> str:
         """Writes what has no metadata yet; returns that of the root group."""
         documents = dict(self._late)
-        for path in parents(self.nodes):
+        for path in sorted(parents(self.nodes)):
             documents[path] = group_json(self._groups.get(path, {}))
         for path, document in documents.items():
             self._archive.add(f"{path}/{MANIFEST}", document.encode("ascii"))

@@ -7,20 +7,20 @@ again from the segment wherever it is missing or stale.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import xxhash
 
-from tracediff.events import Event
+from tracediff.events import Site
 from tracediff.trace.documents import load_json
 from tracediff.trace.manifest import INDEX
-from tracediff.trace.sums import Marks, marks, sign, structure
+from tracediff.trace.rows import Outline, Rows
+from tracediff.trace.sums import Layout, Marks, sign
 
 STATE_PHASES: Final = ("loading", "rng", "optimizer")
 
@@ -122,51 +122,77 @@ class StepIndex:
     marks: Marks | None = field(default=None, repr=False, compare=False)
 
 
+class Plan:
+    """What the indices of all steps that have one outline have in common.
+
+    Attributes:
+        heads: Of each event site, dtype, shape and shard, without the step's number.
+        by_phase: The places of the events of each phase.
+        compared: The places of the events that `StepIndex.values` is of.
+        generators: Path and place of the states of generators.
+    """
+
+    def __init__(self, outline: Outline) -> None:
+        of = outline.fields
+        whole = zip(of.phase, of.path, of.call, of.port, of.dtype, of.shape, strict=True)
+        self.heads = [
+            repr((*fields, shard) if shard else fields).encode("utf-8", "backslashreplace")
+            for fields, shard in zip(whole, of.shard, strict=True)
+        ]
+        self.by_phase: dict[str, list[int]] = {}
+        for place, phase in enumerate(of.phase):
+            self.by_phase.setdefault(phase, []).append(place)
+        self.counts = {phase: len(found) for phase, found in sorted(self.by_phase.items())}
+        self.compared = [
+            place for place, phase in enumerate(of.phase) if phase not in ("environment", "rng")
+        ]
+        self.generators = [
+            (of.path[place], place)
+            for place in self.by_phase.get("rng", ())
+            if of.port[place] == "state"
+        ]
+        self.layout = Layout(outline)
+
+
+@lru_cache(maxsize=4)
+def _plan(outline: Outline) -> Plan:
+    return Plan(outline)
+
+
 def step_index(
-    step: int,
-    events: Sequence[Event],
-    segment_bytes: int,
-    samples: tuple[int, bytes] = (0, b""),
+    step: int, rows: Rows, segment_bytes: int, samples: tuple[int, bytes] = (0, b"")
 ) -> StepIndex:
     """Makes the index of a step.
 
     Args:
-        events: Those of the columns, in any order.
+        rows: The events of the columns.
         samples: Number of rows in the table of samples, and their root.
     """
-    ordered = sorted(events, key=attrgetter("order"))
-    identities = _identities(ordered)
-    phases = [event.site.phase for event in ordered]
-    by_phase: dict[str, list[bytes]] = {phase: [] for phase in phases}
-    for phase, identity in zip(phases, identities, strict=True):
-        by_phase[phase].append(identity)
+    plan = _plan(rows.outline)
+    identities = [head + digest for head, digest in zip(plan.heads, rows.digests, strict=True)]
+
+    def over(places: Iterable[int], end: bytes = b"") -> str:
+        return _digest([*map(identities.__getitem__, places), end])
+
+    fields = rows.outline.fields
     return StepIndex(
         step=step,
-        events=len(ordered) + samples[0],
-        root=_digest(identities, samples[1]),
-        states={phase: _digest(by_phase[phase]) for phase in STATE_PHASES if phase in by_phase},
+        events=len(rows) + samples[0],
+        root=_digest([*identities, samples[1]]),
+        states={
+            phase: over(plan.by_phase[phase]) for phase in STATE_PHASES if phase in plan.by_phase
+        },
         scalars={
-            str(event.site): event.value
-            for event in ordered
-            if event.value is not None and event.site.phase == "trajectory"
+            str(Site(step, "trajectory", fields.path[i], fields.call[i], fields.port[i])): value
+            for i in plan.by_phase.get("trajectory", ())
+            if (value := rows.values[i]) is not None
         },
         segment_bytes=segment_bytes,
-        values=_digest(
-            (
-                identity
-                for phase, identity in zip(phases, identities, strict=True)
-                if phase not in ("environment", "rng")
-            ),
-            samples[1],
-        ),
-        generators={
-            event.site.path: event.digest.hex()
-            for event in ordered
-            if event.site.phase == "rng" and event.site.port == "state"
-        },
-        counts={phase: len(found) for phase, found in sorted(by_phase.items())},
-        structure=structure(ordered, samples[1]),
-        marks=marks(ordered),
+        values=over(plan.compared, samples[1]),
+        generators={path: rows.digests[place].hex() for path, place in plan.generators},
+        counts=plan.counts,
+        structure=plan.layout.structure(samples[1]),
+        marks=plan.layout.marks(rows),
     )
 
 
@@ -281,22 +307,6 @@ def _number(step: int, digest: str) -> int:
     return int(xxhash.xxh3_128_hexdigest(f"{step}:{digest}".encode("utf-8", "replace")), 16)
 
 
-def _identities(events: Sequence[Event]) -> list[bytes]:
-    """Site, dtype, shape, shard and digest of each event, without the step's number."""
-    fields: list[tuple[object, ...]] = [
-        (e.site.phase, e.site.path, e.site.call, e.site.port, e.dtype, e.shape)
-        + ((e.shard,) if e.shard else ())  # what is whole has the digests of earlier releases
-        for e in events
-    ]
-    return [head + event.digest for head, event in zip(_heads(tuple(fields)), events, strict=True)]
-
-
-@lru_cache(maxsize=8)
-def _heads(events: tuple[tuple[object, ...], ...]) -> list[bytes]:
-    """The same in most steps."""
-    return [repr(fields).encode("utf-8", "backslashreplace") for fields in events]
-
-
-def _digest(identities: Iterable[bytes], samples: bytes = b"") -> str:
+def _digest(parts: Iterable[bytes]) -> str:
     """xxh3-128 over all of them."""
-    return xxhash.xxh3_128_hexdigest(b"".join((*identities, samples)))
+    return xxhash.xxh3_128_hexdigest(b"".join(parts))

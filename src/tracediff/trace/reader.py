@@ -33,6 +33,7 @@ from tracediff.trace.manifest import (
     size_of,
 )
 from tracediff.trace.remote import Mirror, place, url_of
+from tracediff.trace.rows import Rows
 from tracediff.trace.samples import SampleRows, place_of
 from tracediff.trace.seal import load_seal
 from tracediff.trace.segment import SegmentReader
@@ -231,7 +232,7 @@ class Trace:
             self.bytes_read += index_file(self.path, self.rank, step).stat().st_size
             return found
         rows = self._segment(step).samples()
-        return step_index(step, self._columns(step), size, (len(rows), rows.root))
+        return step_index(step, Rows.of_events(self._columns(step)), size, (len(rows), rows.root))
 
     def prefix(self, step: int) -> Prefix:
         """All steps up to and including this one, in short; read from one index file as a rule.

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tracediff.events import Event, sample_step
+from tracediff.events import Event, Site, sample_step
 
 GROUP: Final = "samples"
 ROWS: Final = 1 << 15
@@ -129,7 +129,11 @@ class Root:
 
 def place_of(event: Event) -> tuple[int, str] | None:
     """Sample and rendering step of an event; None where it records something else."""
-    site = event.site
+    return place_at(event.site)
+
+
+def place_at(site: Site) -> tuple[int, str] | None:
+    """As `place_of`, of what is recorded at a site."""
     if site.phase != "rendering" or site.call or site.port != "out":
         return None
     return sample_step(site.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ from tracediff.events import Event
 from tracediff.trace import columns
 from tracediff.trace.columns import Encoder
 from tracediff.trace.hierarchy import Hierarchy
+from tracediff.trace.index import StepIndex, step_index
 from tracediff.trace.manifest import FORMAT
 from tracediff.trace.names import key_of
+from tracediff.trace.rows import Row, Rows, order_of, row_of
 from tracediff.trace.sample_writer import SampleWriter
 from tracediff.trace.samples import GROUP
 from tracediff.trace.summary import SKETCHES, Plain, digest, plain
@@ -43,7 +44,8 @@ class SegmentWriter:
         """
         self.step = step
         self.rank = rank
-        self.events: list[Event] = []
+        self.rows: list[Row] = []
+        self._template = template
         self._encoder = encoder
         self._compress = compress
         self._file = Hierarchy(folder / f"{step:08d}.zip", template)
@@ -54,20 +56,19 @@ class SegmentWriter:
         """Keeps the event, and writes its payload unless the segment has an equal one."""
         if event.site.phase == "rendering" and self.samples.take(event, payload):
             return
+        key = None
+        of_value = event.digest
         if payload is not None:
-            of_value = event.digest or digest(payload)
+            of_value = of_value or digest(payload)
             site = event.site
             fields = site.step, site.phase, site.path, site.call, site.port
             key = self.store(fields, event.order, event.dims, of_value, event.dtype, payload)
-            event = as_written(event, of_value, key)
-        elif event.payload is not None or not is_plain(event):
-            event = as_written(event, event.digest, None)
-        self.events.append(event)
+        self.rows.append(as_written(row_of(event), of_value, key))
 
     def add_again(self, event: Event) -> None:
         """Keeps an event whose payload the segment has; KeyError where it has not."""
         key = self._stored[event.digest, event.dtype, event.shape]
-        self.events.append(as_written(event, event.digest, key))
+        self.rows.append(as_written(row_of(event), event.digest, key))
 
     def store(
         self,
@@ -96,22 +97,25 @@ class SegmentWriter:
             self._file.add_array(key, payload, dtype, dims, packed=self._compress)
         return key
 
-    def commit(self) -> int:
-        """Finishes the file and renames it; returns its size in bytes."""
+    def commit(self) -> StepIndex:
+        """Finishes the file and renames it; returns its index."""
+        self.rows.sort(key=order_of)
+        rows = Rows(self._template.outline([row[0] for row in self.rows]), self.rows)
         attributes = {
             "format": FORMAT,
             "step": self.step,
             "rank": self.rank,
-            "events": len(self.events),
+            "events": len(rows),
             "sketches": SKETCHES,
         }
         try:
-            self._write_columns()
+            self._write_columns(rows)
             self._finish_samples()
-            return self._file.commit(attributes)
+            size = self._file.commit(attributes)
         except BaseException:
             self.abandon()
             raise
+        return step_index(self.step, rows, size, (self.samples.rows, self.samples.root))
 
     def abandon(self) -> None:
         self._file.abandon()
@@ -122,45 +126,24 @@ class SegmentWriter:
             nodes, attributes = self.samples.finish()
             self._file.describe(nodes, GROUP, {"tracediff": attributes})
 
-    def _write_columns(self) -> None:
-        count = len(self.events)
-        for name, texts in self._encoder.encode(self.events).items():
-            self._file.add_strings(f"events/{name}", texts.data, count, packed=texts.packed)
-        for name, column in columns.numbers(self.events).items():
+    def _write_columns(self, rows: Rows) -> None:
+        for name, texts in self._encoder.encode(rows).items():
+            self._file.add_strings(f"events/{name}", texts.data, len(rows), packed=texts.packed)
+        for name, column in columns.numbers(rows).items():
             dims = columns.DIMS.get(name, ("event",))
-            packed = name in columns.PACKED
-            self._file.add_array(f"events/{name}", column, column.dtype.name, dims, packed=packed)
+            self._file.add_array(
+                f"events/{name}",
+                column,
+                column.dtype.name,
+                dims,
+                packed=name in columns.PACKED,
+                is_constant=name in columns.OUTLINED,
+            )
 
 
-def is_plain(event: Event) -> bool:
-    """Whether the event holds JSON types only, as far as that is easily seen."""
-    attributes = event.attributes
-    return event.value is None and (type(attributes) is Plain or not attributes)
-
-
-def as_written(event: Event, of_value: bytes, payload: str | None) -> Event:
-    """The event as it is written: with its payload's place, and JSON types only.
-
-    By hand, as `dataclasses.replace` takes three times as long.
-    """
-    attributes: Mapping[str, Any] = event.attributes
+def as_written(row: Row, of_value: bytes, payload: str | None) -> Row:
+    """The row as it is written: with its payload's place, and JSON types only."""
+    head, _, fingerprint, sketch, _, value, attributes = row
     if type(attributes) is not Plain:
         attributes = plain(attributes) if attributes else {}
-    return Event(
-        site=event.site,
-        order=event.order,
-        kind=event.kind,
-        op=event.op,
-        source=event.source,
-        dtype=event.dtype,
-        shape=event.shape,
-        dims=event.dims,
-        shard=event.shard,
-        digest=of_value,
-        fingerprint=event.fingerprint,
-        sketch=event.sketch,
-        inputs=event.inputs,
-        payload=payload,
-        value=plain(event.value),
-        attributes=attributes,
-    )
+    return head, of_value, fingerprint, sketch, payload, plain(value), attributes

@@ -153,11 +153,13 @@ def sketch(array: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def shortened(whole: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The short sketch of what a sketch was made of; a short one as it is.
+    """The short sketch of what a sketch was made of; a short one as it is. Of many: shape
+    (sketches, buckets).
 
     A distance is then good to 1/sqrt(2 * 32) = 12% (standard deviation) instead of 4.4%.
     """
-    short: NDArray[np.float64] = whole.reshape(-1, SHORT_SKETCH).sum(axis=0)
+    shape = (*whole.shape[:-1], -1, SHORT_SKETCH)
+    short: NDArray[np.float64] = whole.reshape(shape).sum(axis=-2)
     return short
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final
 
@@ -22,8 +21,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tracediff.events import Event
-from tracediff.trace.samples import place_of
+from tracediff.events import Event, Site
+from tracediff.trace.rows import Outline, Rows
+from tracediff.trace.samples import place_at
 from tracediff.trace.summary import FINGERPRINT_FIELDS, SKETCHES
 
 Marks = NDArray[np.float64]
@@ -40,67 +40,98 @@ _LEFT_OUT: Final = frozenset({"environment", "rng"})
 _NAN, _INF, _ABS_MEAN, _L2 = (
     FINGERPRINT_FIELDS.index(name) for name in ("nan", "inf", "abs_mean", "l2")
 )
+_OWN: Final = np.arange(OWN)
+_FOLDED: Final = np.arange(OWN, OWN + FOLDED)
 _TINY: Final = 2.0**-1022
 _NOT_FINITE: Final = 2048.0
 
 
 def marked(events: Iterable[Event]) -> list[Event]:
-    """The events that have marks, in the order of their marks: not those of rendered samples."""
-    return [
-        event
-        for event in events
-        if (phase := event.site.phase) not in _LEFT_OUT
-        and (phase != "rendering" or place_of(event) is None)
-    ]
+    """The events that have marks, in the order of their marks."""
+    return [event for event in events if _is_marked(event.site)]
 
 
 def width(event: Event) -> int:
     """How many marks an event has."""
-    return OWN + (FOLDED if _has_sketch(event) else 0)
+    return _width(event.site.phase, event.sketch is not None)
 
 
-def structure(events: Iterable[Event], samples: bytes = b"") -> str:
-    """Digest of what the marks of a step belong to; marks of equal structures can be summed.
-
-    Args:
-        samples: Root of the rendered samples, so that only steps of equal samples are alike.
-    """
-    chosen = marked(events)
-    names: tuple[tuple[object, ...], ...] = tuple(
-        [
-            (e.site.phase, e.site.path, e.site.call, e.site.port)
-            + ((e.shard,) if e.shard else ())  # marks of different parts are not alike
-            for e in chosen
-        ]
-    )
-    return _structure(names, tuple(map(width, chosen)), samples)
+def _is_marked(site: Site) -> bool:
+    """Whether an event has marks: those of rendered samples have none."""
+    phase = site.phase
+    return phase not in _LEFT_OUT and (phase != "rendering" or place_at(site) is None)
 
 
-@lru_cache(maxsize=8)
-def _structure(names: tuple[tuple[object, ...], ...], widths: tuple[int, ...], rest: bytes) -> str:
-    """The same in most steps."""
-    text = f"({list(names)}, {list(widths)})".encode("utf-8", "backslashreplace")
-    if max(widths, default=OWN) > OWN:  # marks of sketches of another definition are not alike
-        text += b"%d" % SKETCHES
-    return xxhash.xxh3_128_hexdigest(text + rest)
+def _width(phase: str, is_sketched: bool) -> int:
+    return OWN + (FOLDED if is_sketched and phase == "optimizer" else 0)
 
 
 def marks(events: Iterable[Event]) -> Marks:
-    """The marks of a step's events, one after the other: float64."""
-    chosen = marked(events)
-    widths = list(map(width, chosen))
-    starts = [0, *accumulate(widths)]
-    found = np.zeros(starts[-1])
-    measured = [i for i, event in enumerate(chosen) if event.fingerprint]
-    if measured:
-        places = np.array([starts[i] for i in measured])[:, None] + np.arange(OWN)
-        found[places] = _of_tensors([chosen[i].fingerprint for i in measured])
-    for event, start, held in zip(chosen, starts, widths, strict=False):
-        if not event.fingerprint:
-            found[start] = _of_value(event)
-        elif held > OWN:
-            found[start + OWN : start + held] = _folded(event)
-    return found
+    """The marks of a step's events in their order, one after the other: float64."""
+    rows = Rows.of_events(events)
+    return Layout(rows.outline).marks(rows)
+
+
+class Layout:
+    """Where the marks of a step's values are: the same in all steps that have one outline."""
+
+    def __init__(self, outline: Outline) -> None:
+        of = outline.fields
+        sites = zip(of.phase, of.path, of.call, of.port, strict=True)
+        self._marked = [place for place, site in enumerate(sites) if _is_marked(Site(0, *site))]
+        widths = [_width(of.phase[place], of.buckets[place] > 0) for place in self._marked]
+        *starts, self._size = accumulate(widths, initial=0)
+        self._starts = np.array(starts, np.intp)
+        self._numbers = frozenset(
+            place for place in self._marked if of.kind[place] in ("setting", "scalar")
+        )
+        self._folds = {}
+        for size, places in outline.sketched.items():
+            row_of = {place: row for row, place in enumerate(places.tolist())}
+            chosen = [
+                (row_of[place], start)
+                for place, start, wide in zip(self._marked, starts, widths, strict=True)
+                if wide > OWN and place in row_of
+            ]
+            if chosen:
+                self._folds[size] = np.array(chosen, np.intp).T
+        names = [
+            (of.phase[place], of.path[place], of.call[place], of.port[place])
+            + ((of.shard[place],) if of.shard[place] else ())  # other parts have other marks
+            for place in self._marked
+        ]
+        self._text = f"({names}, {widths})".encode("utf-8", "backslashreplace")
+        if max(widths, default=OWN) > OWN:  # marks of sketches of another definition are not alike
+            self._text += b"%d" % SKETCHES
+
+    def structure(self, samples: bytes = b"") -> str:
+        """Digest of what the marks belong to; marks of equal structures can be summed.
+
+        Args:
+            samples: Root of the rendered samples, so that only steps of equal samples are alike.
+        """
+        return xxhash.xxh3_128_hexdigest(self._text + samples)
+
+    def marks(self, rows: Rows) -> Marks:
+        """The marks of a step's events, one after the other: float64."""
+        found = np.zeros(self._size)
+        is_measured = [bool(rows.fingerprints[place]) for place in self._marked]
+        places = np.array(self._marked, np.intp)[is_measured]
+        found[self._starts[is_measured][:, None] + _OWN] = _of_tensors(rows.statistics[places])
+        if not all(is_measured):
+            for place, start, known in zip(self._marked, self._starts, is_measured, strict=True):
+                if not known:
+                    found[start] = self._of_value(rows, place)
+        for size, (chosen, starts) in self._folds.items():
+            norms = rows.statistics[rows.outline.sketched[size][chosen], _L2]
+            sketches = rows.sketches[size][chosen]
+            found[starts[:, None] + _FOLDED] = _of_sketches(sketches, norms)
+        return found
+
+    def _of_value(self, rows: Rows, place: int) -> float:
+        if place in self._numbers:
+            return _number(rows.values[place])
+        return int.from_bytes(rows.digests[place][:6], "little") / 2**48
 
 
 def sign(step: int) -> float:
@@ -108,33 +139,29 @@ def sign(step: int) -> float:
     return 1.0 if xxhash.xxh3_64_intdigest(f"sign {step}".encode()) & 1 else -1.0
 
 
-def _of_tensors(fingerprints: list[tuple[float, ...]]) -> Marks:
-    """The two own marks of each: shape (tensors, 2)."""
-    table = np.array([(f[_L2], f[_ABS_MEAN], f[_NAN] + f[_INF]) for f in fingerprints])
-    sizes = np.abs(table[:, :OWN])
+def _of_tensors(statistics: NDArray[np.float64]) -> Marks:
+    """The two own marks of each: shape (tensors, 2).
+
+    Args:
+        statistics: Shape (tensors, statistics).
+    """
+    sizes = np.abs(statistics[:, [_L2, _ABS_MEAN]])
     with np.errstate(invalid="ignore"):
         logs: Marks = np.where(np.isfinite(sizes), np.log2(sizes + _TINY), _NOT_FINITE)
-    logs[:, 0] += table[:, OWN]
+    logs[:, 0] += statistics[:, _NAN] + statistics[:, _INF]
     return logs
 
 
-def _of_value(event: Event) -> float:
-    if event.kind in ("setting", "scalar"):
-        return _number(event.value)
-    return int.from_bytes(event.digest[:6], "little") / 2**48
+def _of_sketches(sketches: NDArray[np.float64], norms: NDArray[np.float64]) -> Marks:
+    """The further marks of each: shape (sketches, 4).
 
-
-def _folded(event: Event) -> list[float]:
-    sketch = event.sketch
-    norm = event.fingerprint[_L2] if event.fingerprint else 0.0
-    if sketch is None or not norm or not math.isfinite(norm):
-        return [0.0] * FOLDED
-    folded: list[float] = (sketch.reshape(-1, FOLDED).sum(axis=0) / norm).tolist()
-    return folded
-
-
-def _has_sketch(event: Event) -> bool:
-    return event.site.phase == "optimizer" and event.sketch is not None
+    Args:
+        norms: Of what the sketches were made of; NaN where that is not known.
+    """
+    is_usable = np.isfinite(norms) & (norms != 0)
+    folded = sketches.reshape(len(sketches), -1, FOLDED).sum(axis=1)
+    marks: Marks = np.where(is_usable, folded.T / np.where(is_usable, norms, 1), 0.0).T
+    return marks
 
 
 def _log(value: float) -> float:

@@ -1,4 +1,5 @@
-"""What a file of a trace has in common with the one before it: names, metadata, its directory.
+"""What a file of a trace has in common with the one before it: names, metadata, its
+directory.
 
 Steps are alike. What is the same in the next one is made once: the processor's caches are full of
 the values of the program that is recorded, so that each look at what was known before costs more
@@ -7,12 +8,14 @@ than it seems.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tracediff.trace.archive_writer import Directory, Fixed
+from tracediff.trace.direct import Bytes
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.manifest import MANIFEST
 from tracediff.trace.metadata import (
@@ -24,6 +27,7 @@ from tracediff.trace.metadata import (
     group_json,
     parents,
 )
+from tracediff.trace.rows import Head, Outline
 
 Kind = tuple[str, tuple[int, ...], tuple[str, ...]]
 """Data type, shape and names of the dimensions of an array."""
@@ -76,6 +80,27 @@ class Template:
         self.long = False
         self._layouts: dict[str, Layout] = {}
         self._groups: Groups | None = None
+        self._outline: Outline | None = None
+        self._compressed: dict[str, tuple[NDArray[Any], list[Bytes]]] = {}
+
+    def outline(self, heads: list[Head]) -> Outline:
+        """The outline of a step: that of the latest one, where it has the same heads."""
+        if self._outline is None or self._outline.heads != heads:
+            self._outline = Outline(heads)
+        return self._outline
+
+    def compressed(
+        self, path: str, array: NDArray[Any], chunks: Iterable[Bytes]
+    ) -> Sequence[Bytes]:
+        """The compressed chunks of an array that nobody changes.
+
+        Args:
+            chunks: Compresses them, where the latest array at the path was another one.
+        """
+        known = self._compressed.get(path)
+        if known is None or known[0] is not array:
+            known = self._compressed[path] = array, list(chunks)
+        return known[1]
 
     def layout(self, path: str, kind: Kind) -> Layout | None:
         """How to store an array at a path; None where it is empty, or too large for one chunk."""
@@ -96,7 +121,7 @@ class Template:
         """
         found, items = self._groups, list(arrays.items())
         if found is None or found.arrays != items:
-            documents = {path: group_json({}) for path in parents(arrays)}
+            documents = {path: group_json({}) for path in sorted(parents(arrays))}
             entries = [
                 (f"{path}/{MANIFEST}", text.encode("ascii")) for path, text in documents.items()
             ]

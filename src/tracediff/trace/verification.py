@@ -25,6 +25,7 @@ from tracediff.trace.manifest import (
 )
 from tracediff.trace.reader import segment_files
 from tracediff.trace.remote import local_copy
+from tracediff.trace.rows import Rows
 from tracediff.trace.samples import SampleRows
 from tracediff.trace.seal import SEAL, Seal, load_seal
 from tracediff.trace.segment import HierarchyReader, SegmentReader
@@ -227,7 +228,7 @@ def check_segment(file: Path, step: int) -> CheckedSegment:
     except CorruptTraceError as error:
         return CheckedSegment([*faults, ("", str(error.__cause__ or error))])
     faults += _faults(segment, chain(events, _rows(rows)))
-    index = step_index(step, events, file.stat().st_size, (len(rows), rows.root))
+    index = step_index(step, Rows.of_events(events), file.stat().st_size, (len(rows), rows.root))
     return CheckedSegment(faults, len(events) + len(rows), index)
 
 

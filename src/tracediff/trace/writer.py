@@ -18,7 +18,7 @@ from tracediff.events import Event, Run, Site
 from tracediff.forks import process_id
 from tracediff.trace.columns import Encoder
 from tracediff.trace.dtypes import DTYPES, storable
-from tracediff.trace.index import Prefix, StepIndex, step_index, write_index
+from tracediff.trace.index import Prefix, StepIndex, write_index
 from tracediff.trace.manifest import (
     MANIFEST,
     SEGMENTS,
@@ -27,6 +27,7 @@ from tracediff.trace.manifest import (
     write_manifest,
 )
 from tracediff.trace.placing import create, join
+from tracediff.trace.rows import Row, event_of
 from tracediff.trace.seal import Sealer
 from tracediff.trace.segment_writer import SegmentWriter, SiteFields
 from tracediff.trace.snapshot import Tree, snapshot_files, write_snapshot
@@ -170,22 +171,22 @@ class TraceWriter:
             self._refuse(error)
             return None
 
-    def add_stored(self, events: Sequence[Event]) -> None:
+    def add_stored(self, step: int, rows: Sequence[Row]) -> None:
         """Adds events of one step as they are: with what `store` returned as their payloads, their
         values and attributes of JSON types.
 
         Raises:
             As `add`.
         """
-        if not events or process_id() != self._pid or self._gave_up():
+        if not rows or process_id() != self._pid or self._gave_up():
             return
-        self._check_step(events[0].site)
+        self._check_step(event_of(step, rows[0]).site)
         try:
-            segment = self._segment or self._open(events[0].site.step)
+            segment = self._segment or self._open(step)
         except OSError as error:
             self._refuse(error)
         else:
-            segment.events += events
+            segment.rows += rows
 
     def add_again(self, event: Event) -> None:
         """Adds an event whose value was added to the open step with its payload before.
@@ -218,12 +219,10 @@ class TraceWriter:
             return
         segment, self._segment = self._segment, None
         with self._whole_steps():
-            size = segment.commit()
+            index = segment.commit()
             self._publish(self._folder / f"{segment.step:08d}.zip")
             self._last_step = segment.step
             self._committed += 1
-            rendered = segment.samples.rows, segment.samples.root
-            index = step_index(segment.step, segment.events, size, rendered)
             self._write_index(index)
 
     def adopt_step(self, step: int, segment: Path, index: StepIndex) -> None:

@@ -1,0 +1,193 @@
+"""The events of a step as a writer has them: each one's head, and its values.
+
+Steps are alike: the heads of a step are nearly always those of the step before, and what is made of
+them need not be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracediff.events import Event, Site
+from tracediff.trace.summary import FINGERPRINT_FIELDS, shortened
+
+Head = tuple[
+    int,
+    str,
+    str,
+    int,
+    str,
+    str,
+    str,
+    str,
+    str,
+    tuple[int, ...],
+    tuple[str, ...],
+    str,
+    tuple[int, ...],
+    int,
+]
+"""What of an event is the same in steps that are alike: order, the fields of its site but for the
+step, kind, op, source, dtype, shape, dims, shard, inputs, and the buckets of its sketch (0 for
+none)."""
+
+Row = tuple[
+    Head,
+    bytes,
+    tuple[float, ...],
+    NDArray[np.float64] | None,
+    str | None,
+    Any,
+    Mapping[str, Any],
+]
+"""An event: its head, then its digest, fingerprint, sketch, the place of its payload, its value and
+its attributes. The sketch may be a whole one where the head says that a short one is kept."""
+
+_WIDTH: Final = len(FINGERPRINT_FIELDS)
+_NO_STATISTICS: Final = (float("nan"),) * _WIDTH
+
+
+class Fields(NamedTuple):
+    """Fields of heads, each of all events of a step; see `Head`."""
+
+    order: tuple[int, ...]
+    phase: tuple[str, ...]
+    path: tuple[str, ...]
+    call: tuple[int, ...]
+    port: tuple[str, ...]
+    kind: tuple[str, ...]
+    op: tuple[str, ...]
+    source: tuple[str, ...]
+    dtype: tuple[str, ...]
+    shape: tuple[tuple[int, ...], ...]
+    dims: tuple[tuple[str, ...], ...]
+    shard: tuple[str, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    buckets: tuple[int, ...]
+
+
+class Outline:
+    """What a step is but for the values of its events: equal to itself only, so that what is made
+    of it can be kept.
+
+    Attributes:
+        orders, calls: As int64.
+        sketched: Buckets of a sketch -> places of the events that have one, int64.
+    """
+
+    def __init__(self, heads: list[Head]) -> None:
+        self.heads = heads
+        self.fields = fields = Fields(*zip(*heads, strict=True)) if heads else Fields(*[()] * 14)
+        self.orders = np.array(fields.order, np.int64)
+        self.calls = np.array(fields.call, np.int64)
+        held = np.array(fields.buckets, np.int64)
+        self.sketched = {size: np.flatnonzero(held == size) for size in set(fields.buckets) if size}
+
+
+class Rows:
+    """The events of a step in their order, field by field.
+
+    Attributes:
+        statistics: Fingerprints as float64 of shape (events, statistics), NaN where there is none.
+        sketches: Buckets -> sketches, float64 of shape (sketches, buckets), of the events that
+            `Outline.sketched` has.
+    """
+
+    def __init__(self, outline: Outline, rows: Sequence[Row]) -> None:
+        """
+        Args:
+            rows: With the heads of the outline.
+        """
+        self.outline = outline
+        fields: Iterable[Any] = zip(*rows, strict=True) if rows else [()] * 7
+        (
+            _,
+            self.digests,
+            self.fingerprints,
+            sketches,
+            self.payloads,
+            self.values,
+            self.attributes,
+        ) = fields
+        flat = chain.from_iterable([found or _NO_STATISTICS for found in self.fingerprints])
+        table = np.fromiter(flat, np.float64, _WIDTH * len(rows))
+        self.statistics = table.reshape(len(rows), _WIDTH)
+        self.sketches = {
+            size: _table([sketches[place] for place in places.tolist()], size)
+            for size, places in outline.sketched.items()
+        }
+
+    @classmethod
+    def of_events(cls, events: Iterable[Event]) -> Self:
+        """Of events in any order."""
+        rows = sorted(map(row_of, events), key=order_of)
+        return cls(Outline([row[0] for row in rows]), rows)
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+
+def _table(found: list[NDArray[np.float64]], size: int) -> NDArray[np.float64]:
+    """Sketches of that many buckets, from these or larger ones."""
+    if len({each.size for each in found}) > 1:
+        found = [each if each.size == size else shortened(each) for each in found]
+    table = np.concatenate(found).reshape(len(found), -1)
+    return table if table.shape[1] == size else shortened(table)
+
+
+def order_of(row: Row) -> int:
+    return row[0][0]
+
+
+def row_of(event: Event) -> Row:
+    """An event as a row."""
+    site, sketch = event.site, event.sketch
+    head = (
+        event.order,
+        site.phase,
+        site.path,
+        site.call,
+        site.port,
+        event.kind,
+        event.op,
+        event.source,
+        event.dtype,
+        event.shape,
+        event.dims,
+        event.shard,
+        event.inputs,
+        0 if sketch is None else sketch.size,
+    )
+    values = event.digest, event.fingerprint, sketch, event.payload, event.value, event.attributes
+    return head, *values
+
+
+def event_of(step: int, row: Row) -> Event:
+    """Undoes `row_of`."""
+    head, digest, fingerprint, sketch, payload, value, attributes = row
+    order, phase, path, call, port, kind, op, source, dtype, shape, dims, shard, inputs, size = head
+    if sketch is not None and sketch.size != size:
+        sketch = shortened(sketch) if size else None
+    return Event(
+        site=Site(step, phase, path, call, port),
+        order=order,
+        kind=kind,
+        op=op,
+        source=source,
+        dtype=dtype,
+        shape=shape,
+        dims=dims,
+        shard=shard,
+        digest=digest,
+        fingerprint=fingerprint,
+        sketch=sketch,
+        inputs=inputs,
+        payload=payload,
+        value=value,
+        attributes=attributes,
+    )
