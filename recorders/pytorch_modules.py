@@ -11,11 +11,10 @@ from typing import Any, Final
 
 import torch
 import torch.utils.checkpoint
-import torch.utils.hooks
 from torch import nn
 
 from tracediff.recorders.pytorch_identity import ByIdentity
-from tracediff.recorders.pytorch_roots import Named, is_compiled, unwrapped
+from tracediff.recorders.pytorch_roots import WRAPPERS, Named, is_compiled, unwrapped
 from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import (
@@ -32,6 +31,9 @@ from tracediff.recorders.pytorch_tensors import (
 from tracediff.recording import Frame, Patches
 
 COMPILED_NOTE: Final = "torch.compile ran eagerly while recording"
+
+_is_compiling: Final = torch.compiler.is_compiling
+_tracing_state: Final = torch._C._get_tracing_state
 
 
 @dataclass(slots=True)  # not frozen, as `Ports`
@@ -50,27 +52,11 @@ class Call:
         return input_ports(self.module, self.args, self.kwargs)
 
 
-class Opened:
-    """A call that is open for the duration of a `with` block."""
+class _Hook(functools.partial[None]):
+    """A hook of a tensor, without which the tensor may be saved: torch does not warn about it."""
 
-    __slots__ = ("_is_new", "_state", "frame")
-
-    def __init__(self, state: State, frame: Any, is_new: bool) -> None:
-        self._state, self.frame, self._is_new = state, frame, is_new
-
-    def __enter__(self) -> tuple[Any, bool]:
-        self._state.open.append(self.frame)
-        for segment in self._state.segments if self.frame else ():
-            segment.append(self.frame)
-        return self.frame, self._is_new
-
-    def __exit__(self, *error: object) -> None:
-        state = self._state
-        state.open.pop()
-        if self._is_new:
-            state.tape.exit(self.frame)
-            if not state.open:
-                state.offer(self.frame.outs)
+    __slots__ = ()
+    __torch_unserializable__ = True
 
 
 class ModuleHooks:
@@ -111,10 +97,11 @@ class ModuleHooks:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.unrecorded():
                 return original(module, *args, **kwargs)
-            if is_compiled(module):
-                self._state.tape.note(COMPILED_NOTE)
-            if unwrapped(module) is not module:
-                return original(module, *args, **kwargs)
+            if type(module).__name__ in WRAPPERS or module._compiled_call_impl is not None:
+                if is_compiled(module):
+                    self._state.tape.note(COMPILED_NOTE)
+                if unwrapped(module) is not module:
+                    return original(module, *args, **kwargs)
             return self._call(Call(module, args, kwargs, original))
 
         return call
@@ -122,7 +109,7 @@ class ModuleHooks:
     def unrecorded(self) -> bool:
         """Whether a call that begins now is to be left alone."""
         state = self._state
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if _is_compiling() or _tracing_state() is not None:
             return True
         if self._muted or not state.recording:
             return True
@@ -143,7 +130,7 @@ class ModuleHooks:
         if path is None:
             parent = next((frame.path for frame in reversed(state.open) if frame), "")
             path = state.roots.adopt(call.module, parent)
-        return self.record(call, path)
+        return self._record(call, path, call.inputs())
 
     def _outermost(self, call: Call) -> Any:
         state, tape, roots = self._state, self._state.tape, self._state.roots
@@ -183,13 +170,16 @@ class ModuleHooks:
     ) -> Any:
         for callback in self.on_call:
             callback(call.module)
-        state, tape = self._state, self._state.tape
-        with self.frame(path, type(call.module).__name__) as (frame, is_new):
+        state, tape, is_new = self._state, self._state.tape, self.is_new
+        frame: Any = self.begin(path, type(call.module).__name__)
+        try:
             orders = self._emit(tape.emit_in, frame, ports, settings) if is_new else {}
             if self.replace is not None and frame is not None:
                 call = self.replace(frame, call, orders)
                 ports = call.inputs()
-            given = {id(tensor): tensor._version for _, tensor in ports.tensors}
+            given = {}
+            for _, tensor in ports.tensors:
+                given[id(tensor)] = tensor._version
             state.given.append(ports)
             self.running.append(call.module)
             try:
@@ -199,12 +189,16 @@ class ModuleHooks:
                 state.given.pop()
             ports = output_ports(output)
             if is_new:
-                self._emit(tape.emit_out, frame, ports, settings)
+                orders = self._emit(tape.emit_out, frame, ports, settings)
             for port, tensor in ports.tensors if frame else ():
+                if not (port in orders if is_new else has_values(local_part(tensor))):
+                    continue
                 # A tensor handed through (nn.Identity) has the gradient of all its users, which
                 # is not that of this output; one changed in place is the module's own.
                 if given.get(id(tensor)) != tensor._version:
                     self.hook(frame, port, tensor, hidden_dims(tensor, self._batch))
+        finally:
+            self.end(frame, is_new)
         return output
 
     def _evaluate(self, call: Call, path: str, ports: Ports) -> Any:
@@ -231,15 +225,37 @@ class ModuleHooks:
         finally:
             self._muted = False
 
-    def frame(self, path: str, op: str) -> Opened:
-        """A call that is open for the duration of a `with` block, and whether it is a new one.
+    @property
+    def is_new(self) -> bool:
+        """Whether a call that begins now is not one that a checkpoint repeats."""
+        return self._repeated is None
+
+    def begin(self, path: str, op: str) -> Frame | None:
+        """Begins a call; each must be left with `end`, in reverse order.
 
         When a reentrant checkpoint repeats a call, it is the call of the first time: its values
         are on the tape already, but only now does it have gradients. None where there was none.
         """
-        is_new = self._repeated is None
-        frame = self._state.tape.enter(path, op) if is_new else self._next_repeated(op)
-        return Opened(self._state, frame, is_new)
+        state = self._state
+        frame = state.tape.enter(path, op) if self.is_new else self._next_repeated(op)
+        state.open.append(frame)
+        if frame is not None:
+            for segment in state.segments:
+                segment.append(frame)
+        return frame
+
+    def end(self, frame: Frame | None, is_new: bool) -> None:
+        """Ends a call.
+
+        Args:
+            is_new: Whether it was new when it began.
+        """
+        state = self._state
+        state.open.pop()
+        if frame is not None and is_new:
+            state.tape.exit(frame)
+            if not state.open:
+                state.offer(frame.outs)
 
     def _next_repeated(self, op: str) -> Frame | None:
         frame = next(self._repeated or iter(()), None)
@@ -266,34 +282,24 @@ class ModuleHooks:
             if array is None:
                 self._state.tape.note("tensors without plain values of their own were left out")
                 continue
-            dims = hidden_dims(tensor, self._batch)
-            twin = self._state.twin(tensor)
-            orders[port] = emit(
-                frame, port, array, dims=dims, attributes=attributes, shard=shard, twin=twin
-            )
+            dims, twin = hidden_dims(tensor, self._batch), self._state.twin(tensor)
+            orders[port] = emit(frame, port, array, dims, attributes, shard=shard, twin=twin)
             attributes = None
         return orders
 
     # ---- gradients -------------------------------------------------------------------------
 
     def hook(self, frame: Frame, port: str, tensor: torch.Tensor, dims: tuple[str, ...]) -> None:
-        """Records the gradient of an output when there is one."""
+        """Records the gradient of an output that has values, when there is one."""
         # A leaf outlives the step, and so would its hook; parameters have hooks of their own.
-        if not tensor.requires_grad or tensor.is_leaf or not has_values(local_part(tensor)):
-            return
-        name = "grad_" + port
-
-        def record(grad: torch.Tensor) -> None:
-            self._state.emit_grad(frame, name, grad, dims)
-
-        _hook(tensor, record)
+        if tensor.requires_grad and not tensor.is_leaf:
+            _hook(tensor, self._state.emit_grad, frame, "grad_" + port, dims)
 
     def _hook_parameters(self) -> None:
         """Records what each backward pass contributes to a parameter, before it is accumulated."""
         for tensor, named in self._state.roots.trainable():
             if self._hooked.get(tensor) is None:
-                record = functools.partial(self._parameter_grad, named)
-                handle = _hook(tensor, record)
+                handle = _hook(tensor, self._parameter_grad, named)
                 self._hooked.set(tensor, handle)
                 self._patches.on_undo(handle.remove)
 
@@ -304,8 +310,11 @@ class ModuleHooks:
         array, shard = read_part(grad)
         if array is None:
             return
-        frames = [frame for path in named.owners if (frame := state.tape.frame_of(path))]
-        inputs = [order for frame in frames for order in (*frame.grads, *frame.ins)]
+        inputs: list[int] = []
+        for path in named.owners:
+            if (frame := state.tape.frame_of(path)) is not None:
+                inputs += frame.grads
+                inputs += frame.ins
         call = state.backward_call
         port = state.unique(named.path, call, "grad")
         state.tape.emit(
@@ -371,8 +380,7 @@ class ModuleHooks:
                 state.open.pop()
 
 
-def _hook(tensor: torch.Tensor, record: Callable[[torch.Tensor], None]) -> Any:
-    """Registers a hook that torch does not warn about when the tensor is saved."""
-    untyped: Any = torch.utils.hooks.unserializable_hook
+def _hook(tensor: torch.Tensor, record: Callable[..., None], *known: Any) -> Any:
+    """Has a function called with what is known and the gradient, when there is one."""
     register: Any = tensor.register_hook
-    return register(untyped(record))
+    return register(_Hook(record, *known))

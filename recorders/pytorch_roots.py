@@ -16,7 +16,7 @@ from tracediff.recorders.pytorch_shards import is_distributed, local_part
 from tracediff.recorders.pytorch_tensors import read_part
 from tracediff.recording import Tape, join_path, root_path
 
-_TRANSPARENT: Final[Mapping[str, str]] = {
+WRAPPERS: Final[Mapping[str, str]] = {
     "OptimizedModule": "_orig_mod",
     "DistributedDataParallel": "module",
 }
@@ -27,7 +27,7 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside `torch.compile` and data-parallel wrappers."""
-    while (name := _TRANSPARENT.get(type(module).__name__)) and name in module._modules:
+    while (name := WRAPPERS.get(type(module).__name__)) and name in module._modules:
         module = module._modules[name] or module
     return module
 

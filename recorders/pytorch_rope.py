@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tracediff.recorders.pytorch_modules import ModuleHooks
+from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State
-from tracediff.recorders.pytorch_tensors import to_numpy
+from tracediff.recorders.pytorch_tensors import has_values, to_numpy
 from tracediff.recording import Patches
 
 _FUNCTION: Final = "apply_rotary_pos_emb"
@@ -79,11 +80,14 @@ class RopeHooks:
         if parent is None or before is None or not isinstance(rotated, torch.Tensor):
             return
         dims = _DIMS if rotated.ndim == len(_DIMS) else ()
-        with self._modules.frame(f"{parent.path}.rope", "RoPE") as (frame, is_new):
+        modules, tape = self._modules, self._state.tape
+        is_new, frame = modules.is_new, modules.begin(f"{parent.path}.rope", "RoPE")
+        try:
             array = to_numpy(rotated)
-            if is_new and array is not None:
-                self._state.tape.emit_in(frame, "in", before, dims=dims)
-                twin = self._state.twin(rotated)
-                self._state.tape.emit_out(frame, "out", array, dims=dims, twin=twin)
-            if frame is not None:
-                self._modules.hook(frame, "out", rotated, dims)
+            if is_new and frame is not None and array is not None:
+                tape.emit_in(frame, "in", before, dims)
+                tape.emit_out(frame, "out", array, dims, twin=self._state.twin(rotated))
+            if frame is not None and has_values(local_part(rotated)):
+                modules.hook(frame, "out", rotated, dims)
+        finally:
+            modules.end(frame, is_new)

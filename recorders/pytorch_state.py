@@ -88,15 +88,14 @@ class State:
         """Names the events that the next loss may have been computed from."""
         self._sources = (self.tape.step, tuple(orders))
 
-    def emit_grad(self, frame: Frame, port: str, grad: torch.Tensor, dims: tuple[str, ...]) -> None:
+    def emit_grad(self, frame: Frame, port: str, dims: tuple[str, ...], grad: torch.Tensor) -> None:
         """Records the gradient of a module's output."""
         if not self.recording:
             return
         array, shard = read_part(grad)
         if array is not None:
             port = self.unique(frame.path, frame.call, port)
-            twin = self.twin(grad)
-            self.tape.emit_grad(frame, port, array, dims=dims, shard=shard, twin=twin)
+            self.tape.emit_grad(frame, port, array, dims, shard, self.twin(grad))
 
     def unique(self, path: str, call: int, port: str) -> str:
         """`port`, or `port@1`, `port@2` ... where one call is differentiated several times."""

@@ -63,8 +63,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
         quantized and distributed ones, those in a `torch.func` transform, freed storage.
     """
     if _is_plain(tensor):
-        array = np.asarray(_Memory(tensor))
-        return array.view(_BFLOAT16) if tensor.dtype is torch.bfloat16 else array
+        return _in_place(tensor)
     if not has_values(tensor):
         return None
     with out_of_sight():
@@ -78,6 +77,8 @@ def read_part(tensor: torch.Tensor) -> tuple[NDArray[Any] | None, str]:
         As `to_numpy`, and which part it is: "" for what is whole. A process outside of the mesh of
         a distributed tensor holds nothing of it.
     """
+    if _is_plain(tensor):
+        return _in_place(tensor), ""
     if type(tensor) in _ORDINARY:
         return to_numpy(tensor), ""
     with out_of_sight():
@@ -95,25 +96,33 @@ def from_numpy(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class _Memory:
-    """Lets NumPy look at a tensor's memory, for which DLPack takes three times as long.
+    """What NumPy takes for an array, and holds as long as it holds that."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    tensor: torch.Tensor
+    __array_interface__: dict[str, Any]
+
+
+def _in_place(tensor: torch.Tensor) -> NDArray[Any]:
+    """The memory of a plain tensor as an array, for which DLPack takes three times as long.
 
     `tensor.numpy()` would forbid for good to resize it.
     """
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # NumPy holds this object, and this object the memory
+    memory, dtype, strides = _Memory(), tensor.dtype, None
+    if not tensor.is_contiguous():
         size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": _DIRECT[tensor.dtype],
-            "shape": tensor.shape,
-            "strides": None
-            if tensor.is_contiguous()
-            else tuple([size * step for step in tensor.stride()]),
-            "data": (tensor.data_ptr(), True),
-        }
+        strides = tuple([size * step for step in tensor.stride()])
+    memory.tensor = tensor
+    memory.__array_interface__ = {
+        "version": 3,
+        "typestr": _DIRECT[dtype],
+        "shape": tensor.shape,
+        "strides": strides,
+        "data": (tensor.data_ptr(), True),
+    }
+    array = np.asarray(memory)
+    return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
 
 
 @contextmanager
@@ -128,13 +137,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     times as long to read: an ordinary one on the CPU, with no mode that could see us read it. Modes
     of dispatch see operations only, and nothing here is one."""
     return (
-        tensor.dtype in _DIRECT
-        and type(tensor) in _ORDINARY
+        type(tensor) in _ORDINARY
+        and not _len_function()
+        and tensor.dtype in _DIRECT
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_neg()
-        and not _len_function()
         and _interpreters() is None
         and tensor.data_ptr() != 0  # empty, or its storage was freed
     )

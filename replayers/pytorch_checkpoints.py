@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from tracediff.recorders.pytorch_modules import ModuleHooks, Opened
+from tracediff.recorders.pytorch_modules import ModuleHooks
 from tracediff.recorders.pytorch_state import State
 from tracediff.recording import Frame, Patches
 
@@ -29,16 +29,16 @@ class RepeatHooks:
     def install(self) -> None:
         frame = torch.utils.checkpoint._CheckpointFrame
         self._patches.replace(frame, "__init__", self._wrap_init)
-        self._patches.replace(self._modules, "frame", self._wrap_call)
+        self._patches.replace(self._modules, "begin", self._wrap_begin)
 
-    def _wrap_call(self, original: Callable[..., Opened]) -> Callable[..., Opened]:
-        def frame(path: str, op: str) -> Opened:
-            opened = original(path, op)
-            if opened.frame is not None:
-                self._of_step().append(opened.frame)
-            return opened
+    def _wrap_begin(self, original: Callable[..., Frame | None]) -> Callable[..., Frame | None]:
+        def begin(path: str, op: str) -> Frame | None:
+            frame = original(path, op)
+            if frame is not None:
+                self._of_step().append(frame)
+            return frame
 
-        return frame
+        return begin
 
     def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def init(frame: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

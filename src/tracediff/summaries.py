@@ -53,18 +53,18 @@ class Summaries:
         self._known: dict[tuple[bytes, str], Summary] = {}
         self._known_before = self._known
         self._is_new: list[bool] = []
-        self._was_new: list[bool] = []
+        self._was_new = iter(self._is_new)
         self._scratch = np.empty(0, np.uint8)
 
     def advance(self) -> None:
         """Begins the next step."""
         self._known_before, self._known = self._known, {}
-        self._was_new, self._is_new = self._is_new, []
+        self._was_new, self._is_new = iter(self._is_new), []
 
     def of(self, array: NDArray[Any], sketched: bool) -> Summary:
         """The summary of an array in C order, with its sketch if there is to be one."""
         dtype, statistics, total = name_of(array.dtype), None, None
-        if self._expects_new():
+        if next(self._was_new, True):
             of_value, statistics, total = summary(array, brief=self._brief, sketched=sketched)
         else:
             of_value = digest(array)
@@ -79,11 +79,6 @@ class Summaries:
             known = known._replace(sketch=sketch(array) if total is None else total)
         self._known[key] = known
         return known
-
-    def _expects_new(self) -> bool:
-        """Whether the value that comes now is expected to be a new one."""
-        place = len(self._is_new)
-        return place >= len(self._was_new) or self._was_new[place]
 
     def packed(self, array: NDArray[Any]) -> NDArray[Any]:
         """The array in C order, once for all that is done with it.

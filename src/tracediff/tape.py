@@ -218,9 +218,10 @@ class Tape:
             twin: See `emit`.
         """
         inputs = frame.parent.available() if frame.parent else self._from_batch(array)
-        order = self._emit_call(
-            frame, frame.phase, port, array, inputs, dims, attributes, kind, shard, twin
-        )
+        order = self._add(
+            frame.phase, frame.path, port, array, kind, frame.call, frame.op, frame.source,
+            dims, shard, inputs if frame.step == self.step else (), attributes, twin,
+        )  # fmt: skip
         frame.ins.append(order)
         return order
 
@@ -236,9 +237,10 @@ class Tape:
     ) -> int:
         """Records an output of a call, computed from its inputs and its children's outputs."""
         inputs = frame.available()
-        order = self._emit_call(
-            frame, frame.phase, port, array, inputs, dims, attributes, shard=shard, twin=twin
-        )
+        order = self._add(
+            frame.phase, frame.path, port, array, "tensor", frame.call, frame.op, frame.source,
+            dims, shard, inputs if frame.step == self.step else (), attributes, twin,
+        )  # fmt: skip
         frame.outs.append(order)
         if frame.parent is not None:
             frame.parent.made.append(order)
@@ -274,41 +276,13 @@ class Tape:
         the discriminator), the gradient has no edges: orders count within a step.
         """
         inputs = frame.downstream()
-        order = self._emit_call(
-            frame, "backward", port, array, inputs, dims, shard=shard, twin=twin
-        )
+        order = self._add(
+            "backward", frame.path, port, array, "tensor", frame.call, frame.op, frame.source,
+            dims, shard, inputs if frame.step == self.step else (), None, twin,
+        )  # fmt: skip
         if frame.step == self.step:
             frame.grads.append(order)
         return order
-
-    def _emit_call(
-        self,
-        frame: Frame,
-        phase: str,
-        port: str,
-        array: NDArray[Any] | Deferred,
-        inputs: tuple[int, ...],
-        dims: tuple[str, ...],
-        attributes: Mapping[str, Any] | None = None,
-        kind: str = "tensor",
-        shard: str = "",
-        twin: int | None = None,
-    ) -> int:
-        return self.emit(
-            phase,
-            frame.path,
-            port,
-            array,
-            kind=kind,
-            call=frame.call,
-            op=frame.op,
-            source=frame.source,
-            dims=dims,
-            shard=shard,
-            inputs=inputs if frame.step == self.step else (),
-            attributes=attributes,
-            twin=twin,
-        )
 
     # ---- values ----------------------------------------------------------------------------
 
@@ -341,14 +315,35 @@ class Tape:
                 view of it, say. Where no payload is kept, and some elements are found to be the
                 same, its summary is that of this value, too.
         """
+        if kind is None:
+            is_array = isinstance(value, np.ndarray | np.generic | Deferred)
+            kind = "tensor" if is_array else "text" if isinstance(value, str) else "setting"
+        return self._add(
+            phase, path, port, value, kind, call, op, source, dims, shard,
+            tuple(inputs), attributes, twin,
+        )  # fmt: skip
+
+    def _add(
+        self,
+        phase: str,
+        path: str,
+        port: str,
+        value: Any,
+        kind: str,
+        call: int,
+        op: str,
+        source: str,
+        dims: Sequence[str],
+        shard: str,
+        inputs: tuple[int, ...],
+        attributes: Mapping[str, Any] | None,
+        twin: int | None,
+    ) -> int:
+        """See `emit`, of which this is what events of calls, nearly all there are, need."""
         if isinstance(value, np.generic):
             value = np.asarray(value)
-        if kind is None:
-            is_array = isinstance(value, np.ndarray | Deferred)
-            kind = "tensor" if is_array else "text" if isinstance(value, str) else "setting"
         with self._lock:
-            step = self.step
-            if self.rerun is not None and self.rerun.skips(step):
+            if self.rerun is not None and self.rerun.skips(self.step):
                 if phase == "environment":
                     self.settings_of_skipped[path] = value
                 return -1
@@ -356,11 +351,11 @@ class Tape:
                 source = user_line()
             order = self._order
             self._order = order + 1
-            site = step, phase, path, call, port
-            flow, known = tuple(inputs), attributes or _NOTHING
+            site = self.step, phase, path, call, port
+            known = attributes or _NOTHING
             if type(known) is not Plain:
                 known = Plain(plain(known))
-            recorded = site, order, kind, op, source, dims, shard, flow, known, twin
+            recorded = site, order, kind, op, source, dims, shard, inputs, known, twin
             waiting = self.waiting
             if (waiting.values or isinstance(value, Deferred)) and waiting.must_wait(value):
                 if waiting.add(value, recorded):
@@ -380,7 +375,7 @@ class Tape:
 
     def _write(self, value: Any, recorded: Recorded) -> None:
         """Summarises a value and hands its event to the writer, or keeps it to be handed over."""
-        (_, phase, path, _, port), order, kind, *_, twin = recorded
+        (_, phase, path, _, port), order, kind, _, _, _, _, _, _, twin = recorded
         is_array = isinstance(value, np.ndarray)
         if value is None and kind == "tensor":
             kind = "setting"  # it was deferred, and turned out to have no values
@@ -389,7 +384,10 @@ class Tape:
         known = None if twin is None or keep else still(self._emitted.get(twin), value)
         if known is None or (sketches and known.sketch is None):
             array = self._summaries.packed(value) if is_array else plain(value)
-            summary = self._summarised(phase, path, array, sketches)
+            if is_array and phase != "rendering":
+                summary = self._summaries.of(array, bool(sketches))
+            else:
+                summary = self._summarised(phase, path, array, sketches)
         else:
             array, summary = value, known
         self._emitted[order] = summary
