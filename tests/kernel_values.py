@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,35 @@ except ImportError:
 needs_c = pytest.mark.skipif(not BUILT, reason="the C kernels are not built")
 
 
-ENGINES = [pytest.param("native", marks=needs_c), "numpy"]
+PROCESSORS = ("portable", "avx2", "avx512")
+"""What the C code makes use of, in the order of `values.h`."""
+
+ENGINES = [*(pytest.param(name, marks=needs_c) for name in PROCESSORS), "numpy"]
 
 
 def used(name: str) -> Iterator[str]:
-    """For a fixture of an engine."""
-    with kernels.using(name):
-        assert kernels.engine() == name
+    """For a fixture of an engine: NumPy, or the C code as it runs on some processor."""
+    with running(name) as runs:
+        if not runs:
+            pytest.skip("this processor has no such instructions")
         yield name
+
+
+@contextmanager
+def running(name: str) -> Iterator[bool]:
+    """Switches to an engine for a while; says whether this processor can run it."""
+    with kernels.using("numpy" if name == "numpy" else "native"):
+        assert kernels.engine() == ("numpy" if name == "numpy" else "native")
+        if name == "numpy":
+            yield True
+            return
+        from tracediff.kernels import _native
+
+        level = PROCESSORS.index(name)
+        try:
+            yield _native.restrict(level) >= level
+        finally:
+            _native.restrict(len(PROCESSORS))
 
 
 def values(name: str, size: int, seed: int = 0) -> NDArray[Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 7:
+if _native.interface != 8:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _NAMES: Final = (

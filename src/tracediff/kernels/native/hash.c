@@ -2,15 +2,27 @@
  * so that the statistics of a part can be found while it is in the cache. */
 #include "values.h"
 
+/* The secret of the specification. */
+const unsigned char hash_secret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
 #define AVX2 __attribute__((target("avx2")))
-#define STRIPE 64
-#define STRIPES 16 /* of a block, after which the accumulators are scrambled */
-
-#define PRIME32_1 UINT64_C(0x9E3779B1)
+#define PRIME32_1 ((uint64_t)HASH_PRIME)
 #define PRIME32_2 UINT64_C(0x85EBCA77)
 #define PRIME32_3 UINT64_C(0xC2B2AE3D)
 #define PRIME64_1 UINT64_C(0x9E3779B185EBCA87)
@@ -20,27 +32,9 @@
 #define PRIME64_5 UINT64_C(0x27D4EB2F165667C5)
 #define AVALANCHE UINT64_C(0x165667919E3779F9)
 
-/* The secret of the specification, little-endian. */
-static const uint64_t SECRET[24] = {
-    UINT64_C(0xbe4ba423396cfeb8), UINT64_C(0x1cad21f72c81017c), UINT64_C(0xdb979083e96dd4de),
-    UINT64_C(0x1f67b3b7a4a44072), UINT64_C(0x78e5c0cc4ee679cb), UINT64_C(0x2172ffcc7dd05a82),
-    UINT64_C(0x8e2443f7744608b8), UINT64_C(0x4c263a81e69035e0), UINT64_C(0xcb00c391bb52283c),
-    UINT64_C(0xa32e531b8b65d088), UINT64_C(0x4ef90da297486471), UINT64_C(0xd8acdea946ef1938),
-    UINT64_C(0x3f349ce33f76faa8), UINT64_C(0x1d4f0bc7c7bbdcf9), UINT64_C(0x3159b4cd4be0518a),
-    UINT64_C(0x647378d9c97e9fc8), UINT64_C(0xc3ebd33483acc5ea), UINT64_C(0xeb6313faffa081c5),
-    UINT64_C(0x49daf0b751dd0d17), UINT64_C(0x9e68d429265516d3), UINT64_C(0xfca1477d58be162b),
-    UINT64_C(0xce31d07ad1b8f88f), UINT64_C(0x280416958f3acb45), UINT64_C(0x7e404bbbcafbd7af)};
-
-#define SCRAMBLING 128 /* where in the secret, in bytes, the keys of a step begin */
 #define LAST 121
 #define LOW 11
 #define HIGH 117
-
-int has_hash(void)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") != 0;
-}
 
 void hash_start(Hash *hash, const char *from, size_t bytes)
 {
@@ -57,7 +51,7 @@ AVX2 INLINE __m256i load(const void *from) { return _mm256_loadu_si256((const __
 
 AVX2 INLINE __m256i key_at(size_t offset, int half)
 {
-    return load((const char *)SECRET + offset + 32 * half);
+    return load(hash_secret + offset + 32 * half);
 }
 
 AVX2 INLINE __m256i add_half(__m256i sum, __m256i data, __m256i key)
@@ -76,17 +70,17 @@ AVX2 INLINE __m256i scramble(__m256i sum, __m256i key)
     return _mm256_add_epi64(_mm256_mul_epu32(sum, prime), _mm256_slli_epi64(high, 32));
 }
 
-AVX2 void hash_to(Hash *hash, const char *upto)
+AVX2 static void hash_stripes(Hash *hash, const char *end)
 {
-    const char *at = hash->at, *end = upto < hash->last ? upto : hash->last;
+    const char *at = hash->at;
     __m256i low = load(hash->sum), high = load(hash->sum + 4);
     size_t stripe = hash->stripe;
     for (; end - at >= STRIPE; at += STRIPE) {
         low = add_half(low, load(at), key_at(8 * stripe, 0));
         high = add_half(high, load(at + 32), key_at(8 * stripe, 1));
         if (++stripe == STRIPES) {
-            low = scramble(low, key_at(SCRAMBLING, 0));
-            high = scramble(high, key_at(SCRAMBLING, 1));
+            low = scramble(low, key_at(HASH_SCRAMBLING, 0));
+            high = scramble(high, key_at(HASH_SCRAMBLING, 1));
             stripe = 0;
         }
     }
@@ -95,11 +89,20 @@ AVX2 void hash_to(Hash *hash, const char *upto)
     hash->at = at, hash->stripe = stripe;
 }
 
+void hash_to(Hash *hash, const char *upto)
+{
+    const char *end = upto < hash->last ? upto : hash->last;
+    if (processor == AVX512_PROCESSOR)
+        hash_wide(hash, end);
+    else
+        hash_stripes(hash, end);
+}
+
 /* The accumulators, pair by pair, as one number. */
 static uint64_t merged(const uint64_t *sum, size_t offset, uint64_t start)
 {
     uint64_t key[8];
-    memcpy(key, (const char *)SECRET + offset, sizeof key);
+    memcpy(key, hash_secret + offset, sizeof key);
     for (int i = 0; i < 8; i += 2) {
         unsigned __int128 product
             = (unsigned __int128)(sum[i] ^ key[i]) * (sum[i + 1] ^ key[i + 1]);
@@ -125,7 +128,6 @@ AVX2 void hash_end(Hash *hash, size_t bytes, unsigned char *digest)
 
 #else
 
-int has_hash(void) { return 0; }
 void hash_start(Hash *hash, const char *from, size_t bytes) { (void)hash, (void)from, (void)bytes; }
 void hash_to(Hash *hash, const char *upto) { (void)hash, (void)upto; }
 void hash_end(Hash *hash, size_t bytes, unsigned char *digest)

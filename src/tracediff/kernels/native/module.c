@@ -5,7 +5,7 @@
 #include "values.h"
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define INTERFACE 7 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 8 /* raised with every change that ../in_c.py has to know of */
 
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
@@ -89,8 +89,8 @@ static PyObject *statistics(const Moments *m, size_t n, int full, const double *
     return result;
 }
 
-/* Digest (None where `has_hash` says no, or of few bytes) and statistics; adds to the buckets of a
- * sketch, unless they are None. */
+/* Digest (None of few bytes, or of a PLAIN_PROCESSOR) and statistics; adds to the buckets of a sketch,
+ * unless they are None. */
 static PyObject *py_summary(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     static const double quantile[] = {0.05, 0.25, 0.5, 0.75, 0.95};
@@ -115,7 +115,7 @@ static PyObject *py_summary(PyObject *self, PyObject *const *args, Py_ssize_t co
     if (!from || (args[4] != Py_None && !total))
         return closed(&buffers, NULL);
     size_t bytes = n * WIDTH[code];
-    int hashed = PyObject_IsTrue(args[3]) && bytes > SHORT && has_hash();
+    int hashed = PyObject_IsTrue(args[3]) && bytes > SHORT && processor >= AVX2_PROCESSOR;
     Beside beside = {hashed ? &hash : NULL, total ? &sketch : NULL};
     RUN(bytes, {
         if (hashed)
@@ -308,6 +308,18 @@ static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count
     return closed(&buffers, Py_NewRef(Py_None));
 }
 
+/* For tests: leaves unused what the processor has beyond a level of `values.h`; returns the highest. */
+static PyObject *py_restrict(PyObject *self, PyObject *level)
+{
+    long wanted = PyLong_AsLong(level);
+    (void)self;
+    if (wanted == -1 && PyErr_Occurred())
+        return NULL;
+    int found = processor_found();
+    processor = wanted < found ? (int)wanted : found;
+    return PyLong_FromLong(found);
+}
+
 #define FUNCTION(NAME, FLAGS) {#NAME, (PyCFunction)(void (*)(void))py_##NAME, FLAGS, NULL}
 
 static PyMethodDef functions[] = {
@@ -320,11 +332,13 @@ static PyMethodDef functions[] = {
     FUNCTION(stream, METH_FASTCALL),
     FUNCTION(crc32, METH_O),
     FUNCTION(place, METH_FASTCALL),
+    FUNCTION(restrict, METH_O),
     {NULL, NULL, 0, NULL},
 };
 
 static int start(PyObject *module)
 {
+    processor = processor_found();
     return PyModule_AddIntConstant(module, "interface", INTERFACE)
         || PyModule_AddObjectRef(module, "has_crc32", has_crc() ? Py_True : Py_False)
         ? -1 : 0;

@@ -74,7 +74,7 @@ INLINE void of_blocks(
     double x[PART], low[LANES], high[LANES];
     Sums lanes;
     Narrow extremes;
-    int in_tiles = !full && (code == F32 || code == BF16) && has_tiles();
+    int in_tiles = !full && (code == F32 || code == BF16) && processor >= AVX2_PROCESSOR;
     for (size_t i = 0; i < LANES; i++)
         extremes.low[i] = INFINITY, extremes.high[i] = -INFINITY;
     start(lanes.low, INFINITY);

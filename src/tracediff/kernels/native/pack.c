@@ -104,7 +104,8 @@ INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t column
     ptrdiff_t column, size_t width, char *to, size_t to_row)
 {
     const size_t side = LINE / width, many = AHEAD * side;
-    const int turned = row == (ptrdiff_t)width && (width == 2 || width == 4) && has_tiles();
+    const int turned
+        = row == (ptrdiff_t)width && (width == 2 || width == 4) && processor >= AVX2_PROCESSOR;
     for (size_t first = 0; first < columns; first += many)
         for (size_t r = 0; r < rows; r += side)
             for (size_t c = first; c < columns && c < first + many; c += side) {

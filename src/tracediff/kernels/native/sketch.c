@@ -82,6 +82,14 @@ static void add_narrow_row(const char *from, int code, uint64_t row, double *buc
 }
 #endif
 
+static void add_wide_row(const char *from, int code, uint64_t row, double *bucket)
+{
+    uint64_t hashed[WORDS];
+    for (size_t i = 0; i < WORDS; i++)
+        hashed[i] = mix(row * WORDS + i);
+    sketch_wide(from, code, hashed, hashed[WORDS - 1] & (BUCKETS - 1), bucket);
+}
+
 void sketch_start(Sketch *sketch, const char *from, int code, size_t n, double *total)
 {
     Sketch begin = {.at = from, .end = from + n * WIDTH[code], .code = code, .total = total};
@@ -100,13 +108,15 @@ CLONES void sketch_to(Sketch *sketch, const char *upto)
 {
     double x[BUCKETS];
     size_t width = WIDTH[sketch->code], whole = BUCKETS * width;
-    int is_narrow = (sketch->code == F32 || sketch->code == BF16) && has_tiles();
+    int is_narrow = (sketch->code == F32 || sketch->code == BF16) && processor >= AVX2_PROCESSOR;
     while (sketch->at < upto) {
         size_t left = (size_t)(sketch->end - sketch->at), bytes = left < whole ? left : whole;
         if ((size_t)(upto - sketch->at) < bytes)
             return; /* a part of a row that goes on */
-        ask(sketch->at + 4 * bytes, bytes);
-        if (bytes == whole && is_narrow)
+        ask(sketch->at + (processor == AVX512_PROCESSOR ? TILE * width : 4 * bytes), bytes);
+        if (bytes == whole && is_narrow && processor == AVX512_PROCESSOR)
+            add_wide_row(sketch->at, sketch->code, sketch->row++, sketch->bucket);
+        else if (bytes == whole && is_narrow)
             add_narrow_row(sketch->at, sketch->code, sketch->row++, sketch->bucket);
         else {
             widen(sketch->at, sketch->code, bytes / width, x);

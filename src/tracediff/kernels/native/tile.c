@@ -10,12 +10,6 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define WIDE 8 /* elements of float32 in a register */
 
-int has_tiles(void)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-
 /* Loads, changes and stores four lanes of one sum. */
 #define EACH_SUM(DO) DO(sum, 0) DO(sum, 4) DO(abs, 0) DO(abs, 4) DO(square, 0) DO(square, 4)
 #define LOAD(SUM, AT) __m256d SUM##AT = _mm256_loadu_pd(to->SUM + lane + AT);
@@ -68,20 +62,33 @@ AVX2 static void add_tile(const float *x, size_t n, const char *next, Sums *to, 
     }
 }
 
+static void add_narrow(const void *from, int code, size_t n, Sums *to, Narrow *extremes)
+{
+    __attribute__((aligned(32))) float widened[TILE];
+    if (code == BF16)
+        of_bfloats(from, n, widened);
+    add_tile(code == BF16 ? widened : from, n, (const char *)from + n * WIDTH[code], to, extremes);
+}
+
 int add_tiles(
     const void *from, int code, size_t n, Sums *to, Narrow *extremes, const Beside *beside)
 {
-    __attribute__((aligned(32))) float widened[TILE];
     const Sums sums_before = *to;
     const Narrow extremes_before = *extremes;
+    /* A sketch reads what was read for the sums, as long as it is in the cache. */
+    size_t most = processor < AVX512_PROCESSOR || beside->sketch ? TILE : n;
     for (size_t tile; n; n -= tile) {
-        tile = n < TILE ? n : TILE;
-        const float *x = from;
-        if (code == BF16)
-            of_bfloats(from, tile, widened), x = widened;
-        from = (const char *)from + tile * WIDTH[code];
-        beside_to(beside, from);
-        add_tile(x, tile, from, to, extremes);
+        tile = n < most ? n : most;
+        const char *end = (const char *)from + tile * WIDTH[code];
+        if (processor == AVX512_PROCESSOR) {
+            add_wide(from, code, tile, to, extremes, beside->hash);
+            if (beside->sketch)
+                sketch_to(beside->sketch, end);
+        } else {
+            beside_to(beside, end);
+            add_narrow(from, code, tile, to, extremes);
+        }
+        from = end;
     }
     for (size_t lane = 0; lane < LANES; lane++)
         if (!(to->abs[lane] <= DBL_MAX)) { /* there was a NaN or an infinity */
@@ -93,7 +100,6 @@ int add_tiles(
 
 #else
 
-int has_tiles(void) { return 0; }
 int add_tiles(
     const void *from, int code, size_t n, Sums *to, Narrow *extremes, const Beside *beside)
 {

@@ -145,6 +145,12 @@ typedef struct {
     float low[LANES], high[LANES];
 } Narrow;
 
+/* What the processor has: nothing that these sources know of, AVX2 with FMA, or AVX-512 as well. Found
+ * when the module is loaded; lowered by tests only. */
+enum { PLAIN_PROCESSOR, AVX2_PROCESSOR, AVX512_PROCESSOR };
+HIDDEN extern int processor;
+HIDDEN int processor_found(void);
+
 /* A hash of bytes in the making: those up to `at` are in it, but for the last stripe. */
 typedef struct {
     uint64_t sum[8];
@@ -152,10 +158,14 @@ typedef struct {
     size_t stripe;
 } Hash;
 
-/* XXH3-128 of more than SHORT bytes, where `has_hash` says so. `hash_to` adds what lies before an
- * address and was not added yet. `digest` has 16 bytes. */
+/* XXH3-128 of more than SHORT bytes, from AVX2_PROCESSOR on. `hash_to` adds what lies before an address
+ * and was not added yet. `digest` has 16 bytes. */
 #define SHORT 240
-HIDDEN int has_hash(void);
+#define STRIPE 64
+#define STRIPES 16 /* of a block, after which the accumulators are scrambled */
+#define HASH_PRIME 0x9E3779B1 /* that they are multiplied by */
+#define HASH_SCRAMBLING 128 /* where in the secret the keys of that step begin */
+HIDDEN extern const unsigned char hash_secret[192];
 HIDDEN void hash_start(Hash *hash, const char *from, size_t bytes);
 HIDDEN void hash_to(Hash *hash, const char *upto);
 HIDDEN void hash_end(Hash *hash, size_t bytes, unsigned char *digest);
@@ -165,7 +175,8 @@ typedef struct {
     const char *at, *end;
     int code;
     size_t row;
-    double *total, bucket[2 * BUCKETS];
+    double *total;
+    __attribute__((aligned(64))) double bucket[2 * BUCKETS];
 } Sketch;
 
 /* `total` has BUCKETS sums; `sketch_to` adds what lies before an address and was not added yet. */
@@ -186,14 +197,22 @@ INLINE void beside_to(const Beside *beside, const char *upto)
         sketch_to(beside->sketch, upto);
 }
 
-#define TILE (1 << 12) /* elements that stay in the L1 cache, where `has_tiles` says so */
+#define TILE (1 << 12) /* elements that stay in the L1 cache */
 
-HIDDEN int has_tiles(void);
-
-/* Adds n elements of F32 or BF16, a multiple of LANES, but no cubes and fourth powers. Returns 0 if
- * they were not added, because of a NaN or an infinity among them. */
+/* From AVX2_PROCESSOR on. Adds n elements of F32 or BF16, a multiple of LANES, but no cubes and fourth
+ * powers. Returns 0 if they were not added, because of a NaN or an infinity among them. */
 HIDDEN int add_tiles(
     const void *from, int code, size_t n, Sums *to, Narrow *extremes, const Beside *beside);
+
+/* With AVX512_PROCESSOR. As `hash_to`, of whole stripes before the last. */
+HIDDEN void hash_wide(Hash *hash, const char *end);
+
+/* As `add_tiles`, but for the sketch, whatever the elements are. */
+HIDDEN void add_wide(const char *from, int code, size_t n, Sums *to, Narrow *extremes, Hash *hash);
+
+/* A row of BUCKETS elements of F32 or BF16, with a sign for each, and the bucket of the first one. */
+HIDDEN void sketch_wide(
+    const char *from, int code, const uint64_t *signs, size_t start, double *bucket);
 
 /* Of n elements; `full` adds third and fourth powers. */
 HIDDEN void moments(
