@@ -56,8 +56,8 @@ PACKED: Final = frozenset(_LAYOUT) - {"digest"}
 """Columns of numbers that are compressed. Digests cannot be, and bound the number of events that a
 file may promise by its size."""
 
-OUTLINED: Final = ("order", "call", "sketch_index", "short_sketch_index")
-"""Columns of numbers that `Outline` has."""
+OUTLINED: Final = frozenset((*Fields._fields, "sketch_index", "short_sketch_index"))
+"""Columns that follow from an `Outline`."""
 
 DIMS: Final[Mapping[str, tuple[str, ...]]] = {
     "digest": ("event", "byte"),
@@ -95,7 +95,7 @@ class Encoder:
         self._outlined: dict[str, Texts] = {}
 
     def encode(self, rows: Rows) -> dict[str, Texts]:
-        """The columns of strings, by name, in the order of `STRING_COLUMNS`."""
+        """The columns of strings, by name."""
         outline = rows.outline
         if outline is not self._outline:
             self._outline, self._outlined = outline, self._of_heads(outline)
@@ -106,7 +106,7 @@ class Encoder:
         columns["value"] = self._column("value", values, str)
         attributes = [_encode_json(held) if held else "" for held in rows.attributes]
         columns["attributes"] = self._column("attributes", attributes, str)
-        return {name: columns[name] for name in STRING_COLUMNS if name in columns}
+        return columns
 
     def _of_heads(self, outline: Outline) -> dict[str, Texts]:
         columns = {}
@@ -138,7 +138,7 @@ def _packed(texts: Sequence[str]) -> Texts:
 
 
 def numbers(rows: Rows) -> dict[str, NDArray[Any]]:
-    """The columns of numbers, by name; what the outline has, as the same array each time."""
+    """The columns of numbers, by name; those that are `OUTLINED`, as the same arrays each time."""
     outline = rows.outline
     columns: dict[str, NDArray[Any]] = {"order": outline.orders, "call": outline.calls}
     digests = b"".join([digest or _NO_DIGEST for digest in rows.digests])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,10 @@ from tracediff.trace.metadata import (
     group_json,
     parents,
 )
-from tracediff.trace.template import Template
+from tracediff.trace.template import Encoded, Template
+
+_SMALL: Final = 1 << 16
+"""Bytes of a column that is kept in case the next step has it, too."""
 
 
 class Hierarchy:
@@ -85,15 +88,12 @@ class Hierarchy:
         dims: tuple[str, ...] = (),
         *,
         packed: bool = False,
-        is_constant: bool = False,
     ) -> None:
         """Appends an array of any layout and byte order.
 
         Args:
             dims: Names of the dimensions; left out unless there is one for each.
             packed: Compress it, unless it is too small to gain or too large to unpack.
-            is_constant: Whether nobody ever changes the array: the same one comes in steps that
-                are alike.
         """
         layout = None if packed else self._template.layout(path, (data_type, array.shape, dims))
         if layout is not None:
@@ -101,17 +101,14 @@ class Hierarchy:
             self._archive.place(layout.fixed, little if layout.has_buffer else _bytes_of(little))
             self.nodes[path] = layout.document
             return
-        little = np.asarray(array, dtype=DTYPES[data_type], order="C")
-        packed = packed and SMALLEST_PAYLOAD <= little.nbytes <= LARGEST_PAYLOAD
-        names = dims if len(dims) == array.ndim else ()
-        document, chunk, keys = _layout(array.shape, data_type, names, packed)
-        blocks = [little] if chunk == array.shape else _blocks(little, chunk)
-        data: Iterable[Bytes] = map(_bytes_of, blocks)
-        if packed:
-            data = (compress(block, PAYLOADS) for block in blocks)
-            if is_constant:
-                data = self._template.compressed(path, array, data)
-        self._append(path, document, zip(keys, data, strict=True))
+        self._append(path, *_encoded(array, data_type, dims, packed))
+
+    def add_constant(
+        self, path: str, array: NDArray[Any], data_type: str, dims: tuple[str, ...]
+    ) -> None:
+        """As `add_array` with `packed`, of an array that nobody ever changes: it is encoded once
+        for all steps that have the same one."""
+        self._add_known(path, array, lambda: _encoded(array, data_type, dims, packed=True))
 
     def add_strings(self, path: str, data: bytes, count: int, *, packed: bool) -> None:
         """Appends a column of strings, encoded as Zarr's `vlen-utf8` codec does.
@@ -120,8 +117,21 @@ class Hierarchy:
             packed: Whether `data` is compressed.
         """
         how = TEXTS if packed else None
-        document = array_json((count,), (max(1, count),), STRING, ("event",), how)
-        self._append(path, document, [("c/0", data)] if count else [])
+
+        def encoded() -> Encoded:
+            document = array_json((count,), (max(1, count),), STRING, ("event",), how)
+            return document, [("c/0", data)] if count else []
+
+        if len(data) <= _SMALL:
+            self._add_known(path, data, encoded)
+        else:
+            self._append(path, *encoded())
+
+    def _add_known(self, path: str, source: object, encoded: Callable[[], Encoded]) -> None:
+        """Appends an array whose bytes follow from an object that nobody changes."""
+        known = self._template.known(path, source, encoded)
+        self._archive.place(known.fixed, None)
+        self.nodes[path] = known.document
 
     def commit(self, attributes: Mapping[str, Any]) -> int:
         """Finishes the file, waits for the disk and renames it; returns its size in bytes.
@@ -162,6 +172,16 @@ class Hierarchy:
     def abandon(self) -> None:
         """Closes and removes the file."""
         self._archive.abandon()
+
+
+def _encoded(array: NDArray[Any], data_type: str, dims: tuple[str, ...], packed: bool) -> Encoded:
+    little = np.asarray(array, dtype=DTYPES[data_type], order="C")
+    packed = packed and SMALLEST_PAYLOAD <= little.nbytes <= LARGEST_PAYLOAD
+    names = dims if len(dims) == array.ndim else ()
+    document, chunk, keys = _layout(array.shape, data_type, names, packed)
+    blocks = [little] if chunk == array.shape else _blocks(little, chunk)
+    data = (compress(b, PAYLOADS) if packed else _bytes_of(b) for b in blocks)
+    return document, zip(keys, data, strict=True)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -127,18 +127,17 @@ class SegmentWriter:
             self._file.describe(nodes, GROUP, {"tracediff": attributes})
 
     def _write_columns(self, rows: Rows) -> None:
-        for name, texts in self._encoder.encode(rows).items():
-            self._file.add_strings(f"events/{name}", texts.data, len(rows), packed=texts.packed)
-        for name, column in columns.numbers(rows).items():
-            dims = columns.DIMS.get(name, ("event",))
-            self._file.add_array(
-                f"events/{name}",
-                column,
-                column.dtype.name,
-                dims,
-                packed=name in columns.PACKED,
-                is_constant=name in columns.OUTLINED,
-            )
+        """Writes what is the same in most steps first: its place is then the same, too."""
+        texts, numbers = self._encoder.encode(rows), columns.numbers(rows)
+        for name in sorted(texts.keys() | numbers, key=lambda n: (n not in columns.OUTLINED, n)):
+            path, dims = f"events/{name}", columns.DIMS.get(name, ("event",))
+            if (text := texts.get(name)) is not None:
+                self._file.add_strings(path, text.data, len(rows), packed=text.packed)
+            elif name in columns.OUTLINED:
+                self._file.add_constant(path, numbers[name], numbers[name].dtype.name, dims)
+            else:
+                packed, column = name in columns.PACKED, numbers[name]
+                self._file.add_array(path, column, column.dtype.name, dims, packed=packed)
 
 
 def as_written(row: Row, of_value: bytes, payload: str | None) -> Row:

@@ -8,11 +8,10 @@ than it seems.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tracediff.trace.archive_writer import Directory, Fixed
 from tracediff.trace.direct import Bytes
@@ -32,6 +31,9 @@ from tracediff.trace.rows import Head, Outline
 Kind = tuple[str, tuple[int, ...], tuple[str, ...]]
 """Data type, shape and names of the dimensions of an array."""
 
+Encoded = tuple[str, Iterable[tuple[str, Bytes]]]
+"""An array's `zarr.json`, and the names within the array and the bytes of its chunks."""
+
 _MOST: Final = 1 << 14
 """Arrays that are remembered: those of a step, unless it has more of them."""
 
@@ -49,6 +51,20 @@ class Layout(NamedTuple):
     kind: Kind
     dtype: np.dtype[Any]
     has_buffer: bool
+    document: str
+    fixed: Fixed
+
+
+class Known(NamedTuple):
+    """How an array is stored that came before.
+
+    Attributes:
+        source: What it was made of.
+        document: Its `zarr.json`.
+        fixed: That, and its chunks.
+    """
+
+    source: object
     document: str
     fixed: Fixed
 
@@ -81,7 +97,7 @@ class Template:
         self._layouts: dict[str, Layout] = {}
         self._groups: Groups | None = None
         self._outline: Outline | None = None
-        self._compressed: dict[str, tuple[NDArray[Any], list[Bytes]]] = {}
+        self._known: dict[str, Known] = {}
 
     def outline(self, heads: list[Head]) -> Outline:
         """The outline of a step: that of the latest one, where it has the same heads."""
@@ -89,18 +105,19 @@ class Template:
             self._outline = Outline(heads)
         return self._outline
 
-    def compressed(
-        self, path: str, array: NDArray[Any], chunks: Iterable[Bytes]
-    ) -> Sequence[Bytes]:
-        """The compressed chunks of an array that nobody changes.
+    def known(self, path: str, source: object, encoded: Callable[[], Encoded]) -> Known:
+        """How to store an array whose bytes follow from an object that nobody changes.
 
         Args:
-            chunks: Compresses them, where the latest array at the path was another one.
+            encoded: Encodes it, where the latest array at the path was made of another object.
         """
-        known = self._compressed.get(path)
-        if known is None or known[0] is not array:
-            known = self._compressed[path] = array, list(chunks)
-        return known[1]
+        found = self._known.get(path)
+        if found is None or found.source is not source:
+            document, chunks = encoded()
+            entries = [(MANIFEST, document.encode("ascii")), *chunks]
+            fixed = Fixed([(f"{path}/{name}", bytes(data)) for name, data in entries], None)
+            found = self._known[path] = Known(source, document, fixed)
+        return found
 
     def layout(self, path: str, kind: Kind) -> Layout | None:
         """How to store an array at a path; None where it is empty, or too large for one chunk."""
