@@ -6,7 +6,7 @@
 #include "values.h"
 
 #define LINE 64 /* bytes: a tile has one line of the cache in both directions */
-#define AHEAD 8 /* tiles of one row before the next row: as many columns as there are pages at hand */
+#define AHEAD 16 /* tiles of one row before the next row: as many columns as there are pages at hand */
 
 /* A tile of `down` rows and `across` columns; steps in bytes, those of the target's columns are one
  * element. It is read whole before it is written: rows that are a power of two apart share a set of
@@ -92,11 +92,48 @@ AVX2 static void turn_tile(
         }
 }
 
+#define AVX512 __attribute__((target("avx512f")))
+
+/* As `turn_tile`, of 16 x 16 elements of 4 bytes: whole lines are read, and whole ones written. Pairs of
+ * rows are interleaved, then pairs of pairs, and so on. */
+AVX512 static void turn_wide(
+    const char *restrict from, ptrdiff_t column, char *restrict to, size_t to_row)
+{
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; i++)
+        a[i] = _mm512_loadu_ps(from + i * column);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            __m512d x = _mm512_castps_pd(b[i + j]), y = _mm512_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            b[i + j] = _mm512_shuffle_f32x4(a[i + j], a[i + j + 4], 0x88);
+            b[i + j + 4] = _mm512_shuffle_f32x4(a[i + j], a[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        a[j] = _mm512_shuffle_f32x4(b[j], b[j + 8], 0x88);
+        a[j + 8] = _mm512_shuffle_f32x4(b[j], b[j + 8], 0xdd);
+    }
+    for (int i = 0; i < 16; i++)
+        _mm512_storeu_ps(to + i * to_row, a[i]);
+}
+
 #else
 static void turn_tile(
     const char *from, ptrdiff_t column, size_t width, char *to, size_t to_row)
 {
     (void)from, (void)column, (void)width, (void)to, (void)to_row;
+}
+static void turn_wide(const char *from, ptrdiff_t column, char *to, size_t to_row)
+{
+    (void)from, (void)column, (void)to, (void)to_row;
 }
 #endif
 
@@ -106,6 +143,7 @@ INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t column
     const size_t side = LINE / width, many = AHEAD * side;
     const int turned
         = row == (ptrdiff_t)width && (width == 2 || width == 4) && processor >= AVX2_PROCESSOR;
+    const int wide = turned && width == 4 && processor == AVX512_PROCESSOR;
     for (size_t first = 0; first < columns; first += many)
         for (size_t r = 0; r < rows; r += side)
             for (size_t c = first; c < columns && c < first + many; c += side) {
@@ -113,10 +151,13 @@ INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t column
                 char *target = to + r * to_row + c * width;
                 size_t down = rows - r < side ? rows - r : side;
                 size_t across = columns - c < side ? columns - c : side;
-                /* The lines after the next of all columns: too many for the processor to foresee. */
+                /* The lines after the next of all columns: too many for the processor to foresee, and
+                 * for the L1 cache to keep. */
                 for (size_t j = 0; row == (ptrdiff_t)width && j < across; j++)
-                    __builtin_prefetch(source + (ptrdiff_t)j * column + 2 * LINE);
-                if (down == side && across == side && turned)
+                    __builtin_prefetch(source + (ptrdiff_t)j * column + 2 * LINE, 0, 2);
+                if (down == side && across == side && wide)
+                    turn_wide(source, column, target, to_row);
+                else if (down == side && across == side && turned)
                     turn_tile(source, column, width, target, to_row);
                 else if (down == side && across == side) /* the compiler knows the size */
                     one_tile(source, row, column, width, target, to_row, side, side);
