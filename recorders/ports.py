@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
-from weakref import WeakKeyDictionary
+
+from tracediff.recorders.identity import ByIdentity
 
 Tensor = TypeVar("Tensor")
 Names = tuple[tuple[str, bool], ...]
@@ -124,18 +126,17 @@ def parameter_names(function: Any) -> Names:
     )
 
 
-_METHODS: Final[WeakKeyDictionary[Any, Names]] = WeakKeyDictionary()
+_METHODS: Final[ByIdentity[Names]] = ByIdentity()
 """Weak: through a method of a script's class, all that its globals hold would stay alive."""
 
 
 def method_names(method: Any) -> Names:
     """Positional parameters of a method as its class has it, without `self`."""
-    try:
-        names = _METHODS.get(method)
-    except TypeError:  # written in C
-        return parameter_names(method)[1:]
+    names = _METHODS.get(method)
     if names is None:
-        names = _METHODS[method] = parameter_names(method)[1:]
+        names = parameter_names(method)[1:]
+        with suppress(TypeError):  # of one that is written in C
+            _METHODS.set(method, names)
     return names
 
 

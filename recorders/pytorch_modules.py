@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tracediff.recorders.pytorch_identity import ByIdentity
+from tracediff.recorders.identity import ByIdentity
 from tracediff.recorders.pytorch_roots import WRAPPERS, Named, is_compiled, unwrapped
 from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State, in_backward

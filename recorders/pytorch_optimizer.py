@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from tracediff.recorders.identity import ByIdentity
 from tracediff.recorders.pytorch_dataflow import address_of
-from tracediff.recorders.pytorch_identity import ByIdentity
 from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State
 from tracediff.recorders.pytorch_tensors import out_of_sight, read_part, scalar, to_numpy

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.kernels import pack
+from tracediff.kernels import summary as all_of
 from tracediff.trace.summary import digest, fingerprint, sketch, summary
 
 SAMPLED: Final = 1 << 16
@@ -64,10 +65,13 @@ class Summaries:
     def of(self, array: NDArray[Any], sketched: bool) -> Summary:
         """The summary of an array in C order, with its sketch if there is to be one."""
         dtype, statistics, total = name_of(array.dtype), None, None
-        if next(self._was_new, True):
-            of_value, statistics, total = summary(array, brief=self._brief, sketched=sketched)
-        else:
+        if not next(self._was_new, True):
             of_value = digest(array)
+        elif self._brief and array.dtype.kind != "c":  # what `summary` does of nearly all
+            found, statistics, total = all_of(array, full=False, sketched=sketched)
+            of_value = found or digest(array)
+        else:
+            of_value, statistics, total = summary(array, brief=self._brief, sketched=sketched)
         key = of_value, dtype
         known = self._known.get(key) or self._known_before.get(key)
         self._is_new.append(known is None)

@@ -55,9 +55,11 @@ def summary(
     flat: NDArray[Any], full: bool, total: NDArray[np.float64] | None
 ) -> tuple[bytes | None, tuple[float, ...]]:
     """See `tracediff.kernels.summary`."""
-    typed, code = _typed(flat)
-    hashed = flat.dtype.isnative and typed.nbytes == flat.nbytes
-    return _native.summary(typed, code, full, hashed, total)
+    code = _CODES.get(flat.dtype)
+    hashed = code is not None  # else it is read as numbers of another width or byte order
+    if code is None or code == _BFLOAT16 or not flat.flags.aligned:
+        flat, code = _typed(flat)
+    return _native.summary(flat, code, full, hashed, total)
 
 
 def signed_buckets(flat: NDArray[Any]) -> NDArray[np.float64]:

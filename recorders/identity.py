@@ -1,4 +1,4 @@
-"""What is known about objects that nothing here keeps alive: modules, parameters, buffers."""
+"""What is known about objects that nothing here keeps alive: modules, parameters, methods."""
 
 from __future__ import annotations
 
