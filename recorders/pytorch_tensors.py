@@ -62,8 +62,9 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
         is widened to complex64. None where there are no values: meta and fake tensors, nested,
         quantized and distributed ones, those in a `torch.func` transform, freed storage.
     """
-    if _is_plain(tensor):
-        return _in_place(tensor)
+    array = _plain(tensor)
+    if array is not None:
+        return array
     if not has_values(tensor):
         return None
     with out_of_sight():
@@ -77,8 +78,9 @@ def read_part(tensor: torch.Tensor) -> tuple[NDArray[Any] | None, str]:
         As `to_numpy`, and which part it is: "" for what is whole. A process outside of the mesh of
         a distributed tensor holds nothing of it.
     """
-    if _is_plain(tensor):
-        return _in_place(tensor), ""
+    array = _plain(tensor)
+    if array is not None:
+        return array, ""
     if type(tensor) in _ORDINARY:
         return to_numpy(tensor), ""
     with out_of_sight():
@@ -104,22 +106,40 @@ class _Memory:
     __array_interface__: dict[str, Any]
 
 
-def _in_place(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a plain tensor as an array, for which DLPack takes three times as long.
+def _plain(tensor: torch.Tensor) -> NDArray[Any] | None:
+    """The memory of a tensor, if it is one of those that are nearly all, which the long way would
+    take ten times as long to read: an ordinary one on the CPU, with no mode that could see us read
+    it. Modes of dispatch see operations only, and nothing here is one.
 
-    `tensor.numpy()` would forbid for good to resize it.
+    DLPack would take three times as long, and `tensor.numpy()` forbid for good to resize it.
     """
-    memory, dtype, strides = _Memory(), tensor.dtype, None
+    if type(tensor) not in _ORDINARY or _len_function():
+        return None
+    dtype = tensor.dtype
+    known = _DIRECT.get(dtype)
+    if (
+        known is None
+        or not tensor.is_cpu
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_neg()
+        or _interpreters() is not None
+    ):
+        return None
+    address = tensor.data_ptr()
+    if address == 0:  # empty, or its storage was freed
+        return None
+    memory, strides = _Memory(), None
     if not tensor.is_contiguous():
         size = tensor.element_size()
         strides = tuple([size * step for step in tensor.stride()])
     memory.tensor = tensor
     memory.__array_interface__ = {
         "version": 3,
-        "typestr": _DIRECT[dtype],
+        "typestr": known,
         "shape": tensor.shape,
         "strides": strides,
-        "data": (tensor.data_ptr(), True),
+        "data": (address, True),
     }
     array = np.asarray(memory)
     return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
@@ -130,23 +150,6 @@ def out_of_sight() -> Iterator[None]:
     """Hides operations from modes of the user: counters, selective checkpoints, default devices."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of those that are nearly all, which the long way would take ten
-    times as long to read: an ordinary one on the CPU, with no mode that could see us read it. Modes
-    of dispatch see operations only, and nothing here is one."""
-    return (
-        type(tensor) in _ORDINARY
-        and not _len_function()
-        and tensor.dtype in _DIRECT
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_neg()
-        and _interpreters() is None
-        and tensor.data_ptr() != 0  # empty, or its storage was freed
-    )
 
 
 def _read(plain: torch.Tensor) -> NDArray[Any]:
@@ -169,7 +172,7 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether `to_numpy` can read the tensor."""
-    if _is_plain(tensor):
+    if _plain(tensor) is not None:
         return True
     if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return False
