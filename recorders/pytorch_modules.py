@@ -25,7 +25,6 @@ from tracediff.recorders.pytorch_tensors import (
     input_ports,
     is_integer,
     output_ports,
-    read_part,
     to_numpy,
 )
 from tracediff.recording import Frame, Patches
@@ -278,7 +277,7 @@ class ModuleHooks:
         orders = {}
         attributes = {"skipped": ports.skipped} if ports.skipped else settings
         for port, tensor in ports.tensors:
-            array, shard = read_part(tensor)
+            array, shard = self._state.read_part(tensor)
             if array is None:
                 self._state.tape.note("tensors without plain values of their own were left out")
                 continue
@@ -307,7 +306,7 @@ class ModuleHooks:
         state = self._state
         if not state.recording:
             return
-        array, shard = read_part(grad)
+        array, shard = state.read_part(grad)
         if array is None:
             return
         inputs: list[int] = []

@@ -10,18 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from tracediff.deferred import Deferred
 from tracediff.recorders.identity import ByIdentity
 from tracediff.recorders.pytorch_dataflow import address_of
 from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State
-from tracediff.recorders.pytorch_tensors import out_of_sight, read_part, scalar, to_numpy
+from tracediff.recorders.pytorch_tensors import out_of_sight, scalar
 from tracediff.recording import Patches
 
 _IMPLEMENTATION: Final = frozenset(
@@ -96,7 +96,7 @@ class OptimizerHooks:
         self._pending = []
         if not self._state.recording:
             return
-        op, square = type(optimizer).__name__, 0.0
+        op, grads = type(optimizer).__name__, list[int]()
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         for index, (parameter, group) in enumerate(parameters):
@@ -105,14 +105,16 @@ class OptimizerHooks:
             path = self._path(index, parameter)
             self._name_memory(path, parameter, optimizer.state.get(parameter, {}))
             inputs = self._load_state(optimizer, path, parameter)
-            grad, shard = (None, "") if parameter.grad is None else read_part(parameter.grad)
+            found = parameter.grad
+            grad, shard = (None, "") if found is None else self._state.read_part(found)
             if grad is not None:
                 inputs.append(self._emit(parameter, path, "grad", grad, op=op, shard=shard))
-                square += self._state.tape.norm_of(inputs[-1]) ** 2
+                grads.append(inputs[-1])
             hyper = hyper_parameters(optimizer, group, parameter)
             inputs.append(self._emit(parameter, path, "hyper", hyper, op=op))
             before = self._copied(parameter)
             self._pending.append(Updated(index, parameter, before, tuple(inputs)))
+        square = sum(self._state.tape.norm_of(order) ** 2 for order in grads)
         self._trajectory("grad_norm", np.float64(np.sqrt(square)))
         for index, group in enumerate(optimizer.param_groups):
             self._trajectory(f"lr[{index}]" if index else "lr", np.float64(scalar(group["lr"])))
@@ -127,14 +129,15 @@ class OptimizerHooks:
         for updated in self._pending:
             parameter, inputs = updated.parameter, list(updated.inputs)
             path = self._path(updated.index, parameter)  # a closure may have named it by now
-            for name, value, shard in _state_tensors(optimizer, parameter):
+            for name, value, shard in self._state_tensors(optimizer, parameter):
                 port = f"state.{name}"
                 order = self._emit(parameter, path, port, value, op, updated.inputs, shard)
                 inputs.append(order)
-            after, shard = read_part(parameter)
+            after, shard = self._state.read_part(parameter)
             with out_of_sight():
                 torch.sub(local_part(parameter).detach(), updated.before, out=updated.before)
-            if (update := to_numpy(updated.before)) is not None:
+            update, _ = self._state.read_part(updated.before)
+            if update is not None:
                 inputs = [self._emit(parameter, path, "update", update, op, inputs, shard)]
             if after is not None:
                 self._emit(parameter, path, "param", after, op, inputs, shard)
@@ -174,8 +177,20 @@ class OptimizerHooks:
         self._loaded.set(parameter, True)
         return [
             self._state.tape.emit("loading", path, f"state.{name}", value, shard=shard)
-            for name, value, shard in _state_tensors(optimizer, parameter)
+            for name, value, shard in self._state_tensors(optimizer, parameter)
         ]
+
+    def _state_tensors(
+        self, optimizer: Optimizer, parameter: torch.Tensor
+    ) -> Iterator[tuple[str, Any, str]]:
+        """Tensors that an optimizer keeps for a parameter, each with which part of it this is; its
+        step counter is a hyper-parameter."""
+        state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if name != "step" and isinstance(value, torch.Tensor):
+                read, shard = self._state.read_part(value)
+                if read is not None:
+                    yield name, read, shard
 
     def _emit(
         self,
@@ -189,7 +204,8 @@ class OptimizerHooks:
     ) -> int:
         named = self._state.roots.named(parameter)
         own = tuple(local_part(parameter).shape)
-        dims = named.dims if named and np.shape(value) == own else ()
+        shape = value.array.shape if isinstance(value, Deferred) else np.shape(value)
+        dims = named.dims if named and shape == own else ()
         return self._state.tape.emit(
             "optimizer", path, port, value, op=op, dims=dims, shard=shard, inputs=inputs
         )
@@ -201,18 +217,6 @@ class OptimizerHooks:
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def _state_tensors(
-    optimizer: Optimizer, parameter: torch.Tensor
-) -> Iterator[tuple[str, NDArray[Any], str]]:
-    """Tensors that an optimizer keeps for a parameter, each with which part of it this is; its step
-    counter is a hyper-parameter."""
-    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    for name, value in state.items():
-        array, shard = read_part(value) if isinstance(value, torch.Tensor) else (None, "")
-        if name != "step" and array is not None:
-            yield name, array, shard
 
 
 def hyper_parameters(

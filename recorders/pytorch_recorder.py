@@ -16,6 +16,7 @@ from tracediff.draws import Position, position
 from tracediff.recorders import rendering_hooks
 from tracediff.recorders.checkpoints import watch_safetensors
 from tracediff.recorders.pytorch_data import DataLoaderHooks
+from tracediff.recorders.pytorch_device import device_reader
 from tracediff.recorders.pytorch_dropout import DropoutHooks
 from tracediff.recorders.pytorch_loading import LoadingHooks
 from tracediff.recorders.pytorch_loss import LossHooks
@@ -46,6 +47,9 @@ class Recorder(BaseRecorder):
 
     def attach(self) -> None:
         state, patches = self._state, self.patches
+        if (reader := device_reader(self.tape)) is not None:
+            state.read_part = reader.read_part
+            reader.wait_on(self.tape.waiting)
         consumers = Consumers(self.tape, "torch.cpu", _position)
         self.modules = modules = ModuleHooks(state, patches)
         modules.install()

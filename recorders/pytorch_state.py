@@ -50,6 +50,7 @@ class State:
         self.given: list[Ports] = []
         self.repeating = False
         self.thread = 0
+        self.read_part: Callable[[torch.Tensor], tuple[Any, str]] = read_part
         self.twin: Callable[[torch.Tensor], int | None] = no_twin
         self.active = True
         self._sources: tuple[int, tuple[int, ...]] = (0, ())
@@ -92,7 +93,7 @@ class State:
         """Records the gradient of a module's output."""
         if not self.recording:
             return
-        array, shard = read_part(grad)
+        array, shard = self.read_part(grad)
         if array is not None:
             port = self.unique(frame.path, frame.call, port)
             self.tape.emit_grad(frame, port, array, dims, shard, self.twin(grad))
@@ -110,7 +111,7 @@ class State:
         self, phase: str, path: str, port: str, value: torch.Tensor, **extra: Any
     ) -> tuple[int, ...]:
         """Records a tensor; returns its order as a tuple, empty if it has no values."""
-        array, shard = read_part(value)
+        array, shard = self.read_part(value)
         if array is None:
             return ()
         return (self.tape.emit(phase, path, port, array, shard=shard, **extra),)

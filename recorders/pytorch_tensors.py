@@ -25,7 +25,7 @@ from tracediff.recorders.pytorch_shards import local_part, shard_of
 _SILENT: Final = (torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 """Classes of arguments that hold no tensors and are not worth a word."""
 
-_ORDINARY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+ORDINARY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _DIRECT: Final[Mapping[torch.dtype, str]] = {
     torch.float32: "<f4",
     torch.float64: "<f8",
@@ -74,21 +74,26 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
         return _read(tensor.detach())
 
 
-def read_part(tensor: torch.Tensor) -> tuple[NDArray[Any] | None, str]:
+def read_part(
+    tensor: torch.Tensor, read: Callable[[torch.Tensor], Any] | None = None
+) -> tuple[Any, str]:
     """The values of a tensor, and of a distributed one those of the part that this process holds.
 
+    Args:
+        read: Reads a tensor; by default `to_numpy`.
+
     Returns:
-        As `to_numpy`, and which part it is: "" for what is whole. A process outside of the mesh of
-        a distributed tensor holds nothing of it.
+        What `read` returns, and which part it is: "" for what is whole. A process outside of the
+        mesh of a distributed tensor holds nothing of it.
     """
-    array = _plain(tensor)
-    if array is not None:
+    if read is None and (array := _plain(tensor)) is not None:
         return array, ""
-    if type(tensor) in _ORDINARY:
-        return to_numpy(tensor), ""
+    read = read or to_numpy
+    if type(tensor) in ORDINARY:
+        return read(tensor), ""
     with out_of_sight():
         shard = shard_of(tensor)
-        return None if "@-" in shard else to_numpy(local_part(tensor)), shard
+        return None if "@-" in shard else read(local_part(tensor)), shard
 
 
 def from_numpy(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -116,7 +121,7 @@ def _plain(tensor: torch.Tensor) -> NDArray[Any] | None:
 
     DLPack would take three times as long, and `tensor.numpy()` forbid for good to resize it.
     """
-    if type(tensor) not in _ORDINARY or _len_function():
+    if type(tensor) not in ORDINARY or _len_function():
         return None
     dtype = tensor.dtype
     known = _DIRECT.get(dtype)

@@ -12,10 +12,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from numpy.typing import NDArray
-
 LARGEST_WAIT: Final = 4 << 20
 """Bytes that may wait: what waits is kept in memory, and large arrays gain nothing by it."""
+_SMALL: Final = 1 << 12
+"""Bytes of an array that is copied rather than have others computed before their time."""
 
 Recorded = TypeVar("Recorded")
 
@@ -32,13 +32,16 @@ class Waiting(Generic[Recorded]):
     """Values that are recorded and not written, in the order in which they came.
 
     Attributes:
-        read: Computes and reads arrays of the framework; None for one that has no values.
+        read: Computes and reads arrays of the framework: NumPy arrays, or what `Tape.emit` takes in
+            their place; None for one that has no values.
         values: Those that wait.
+        limit: Bytes that may wait.
     """
 
     def __init__(self) -> None:
-        self.read: Callable[[list[Any]], Sequence[NDArray[Any] | None]] = list
+        self.read: Callable[[list[Any]], Sequence[Any]] = list
         self.values: deque[tuple[Any, Recorded]] = deque()
+        self.limit = LARGEST_WAIT
         self._bytes = 0
         self._thread = 0
 
@@ -52,7 +55,9 @@ class Waiting(Generic[Recorded]):
         """
         if isinstance(value, Deferred):
             return True
-        return bool(self.values) and threading.get_ident() != self._thread
+        if not self.values:
+            return False
+        return getattr(value, "nbytes", 0) <= _SMALL or threading.get_ident() != self._thread
 
     def add(self, value: Any, recorded: Recorded) -> bool:
         """Keeps a value back; returns whether all are to be written now."""
@@ -63,7 +68,7 @@ class Waiting(Generic[Recorded]):
         else:
             value = deepcopy(value)  # it may be a view of memory that changes
         self.values.append((value, recorded))
-        return self._bytes > LARGEST_WAIT
+        return self._bytes > self.limit
 
     def take(self) -> Iterator[tuple[Any, Recorded]]:
         """The values as they are to be written; each waits until it is taken."""

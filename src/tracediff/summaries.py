@@ -34,6 +34,17 @@ class Summary(NamedTuple):
     sample: bytes = b""
 
 
+class Found(NamedTuple):
+    """A tensor whose summary was found where it lies, and whose elements stay there.
+
+    Attributes:
+        summary: With a sketch.
+    """
+
+    shape: tuple[int, ...]
+    summary: Summary
+
+
 class Summaries:
     """Summarises arrays, each value once in a step and the one after it.
 

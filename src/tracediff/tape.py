@@ -20,7 +20,7 @@ from tracediff.frames import Frame
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
-from tracediff.summaries import Summaries, Summary, name_of, still
+from tracediff.summaries import Found, Summaries, Summary, name_of, still
 from tracediff.trace import BufferedWriter, TraceWriter
 from tracediff.trace.summary import Plain, digest, digest_value, euclidean_norm, plain
 from tracediff.unwritten import Recorded, Unwritten
@@ -306,7 +306,8 @@ class Tape:
         """Records one value and returns its order within the step.
 
         Args:
-            value: An array (any NumPy or ml_dtypes dtype), a text, or any JSON value.
+            value: An array (any NumPy or ml_dtypes dtype) or what stands for one (`Deferred`, or
+                `Found` where no payload is kept), a text, or any JSON value.
             kind: One of `events.KINDS`; by default `tensor` for arrays, `text` for strings and
                 `setting` for the rest.
             shard: Which part of a distributed tensor it is, see `events.Event`.
@@ -376,13 +377,15 @@ class Tape:
     def _write(self, value: Any, recorded: Recorded) -> None:
         """Summarises a value and hands its event to the writer, or keeps it to be handed over."""
         (_, phase, path, _, port), order, kind, _, _, _, _, _, _, twin = recorded
-        is_array = isinstance(value, np.ndarray)
+        is_array, is_found = isinstance(value, np.ndarray), type(value) is Found
         if value is None and kind == "tensor":
             kind = "setting"  # it was deferred, and turned out to have no values
         keep, sketches = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
         # A payload must have its digest, even where memory was written to unseen since.
         known = None if twin is None or keep else still(self._emitted.get(twin), value)
-        if known is None or (sketches and known.sketch is None):
+        if is_found:
+            array, summary = None, value.summary
+        elif known is None or (sketches and known.sketch is None):
             array = self._summaries.packed(value) if is_array else plain(value)
             if is_array and phase != "rendering":
                 summary = self._summaries.of(array, bool(sketches))
@@ -393,7 +396,7 @@ class Tape:
         self._emitted[order] = summary
         if phase == "loading" and port == "param":
             self.loaded[path] = summary.digest, summary.dtype
-        shape, other = (value.shape, None) if is_array else ((), array)
+        shape, other = (value.shape, None) if is_array or is_found else ((), array)
         payload = array if keep and is_array else None
         self._unwritten.add(recorded, kind, shape, other, summary, sketches, payload)
 

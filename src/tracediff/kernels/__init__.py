@@ -132,6 +132,27 @@ def summary(
     return digest, found, total
 
 
+def digest_of_blocks(sums: NDArray[np.uint64], tail: NDArray[np.uint8], size: int) -> bytes | None:
+    """xxh3-128 of bytes that lie elsewhere, of which the device did most of the work.
+
+    Args:
+        sums: What each block of 1024 bytes but the last, which may be whole, adds to the
+            accumulators: shape ((size - 1) // 1024, 8). As the specification has it, this depends
+            on the bytes of the block alone (https://github.com/Cyan4973/xxHash,
+            doc/xxhash_spec.md, XXH3 for long inputs).
+        tail: The bytes after those blocks, or more of the last ones: 64 at least.
+        size: Number of bytes, more than 240.
+
+    Returns:
+        The digest; None where the C code is not in use, or the processor has no AVX2.
+
+    Raises:
+        ValueError: The sizes do not belong together.
+    """
+    found: bytes | None = _engine.digest_of_blocks(sums, tail, size)
+    return found
+
+
 def signed_buckets(flat: NDArray[Any]) -> NDArray[np.float64]:
     """The sums of `SKETCH_SIZE` signed buckets; see `tracediff.trace.summary.sketch`."""
     found: NDArray[np.float64] = _engine.signed_buckets(flat)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 8:
+if _native.interface != 9:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _NAMES: Final = (
@@ -27,6 +27,7 @@ _BITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 stream: Final = _native.stream
 crc32: Final = _native.crc32 if _native.has_crc32 else zlib.crc32
+digest_of_blocks: Final = _native.digest_of_blocks
 place: Final = _native.place if _native.has_crc32 else in_numpy.place
 
 

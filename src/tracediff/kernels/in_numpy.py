@@ -60,6 +60,10 @@ def summary(
     return None, fingerprint(array, full)
 
 
+def digest_of_blocks(sums: NDArray[Any], tail: NDArray[Any], size: int) -> None:
+    """See `tracediff.kernels.digest_of_blocks`."""
+
+
 class _Moments:
     """Counts, extremes and power sums of the finite elements, one part at a time."""
 

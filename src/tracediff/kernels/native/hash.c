@@ -98,6 +98,17 @@ void hash_to(Hash *hash, const char *upto)
         hash_stripes(hash, end);
 }
 
+AVX2 void hash_blocks(Hash *hash, const uint64_t *sums, size_t blocks)
+{
+    __m256i low = load(hash->sum), high = load(hash->sum + 4);
+    for (size_t i = 0; i < blocks; i++, sums += 8) {
+        low = scramble(_mm256_add_epi64(low, load(sums)), key_at(HASH_SCRAMBLING, 0));
+        high = scramble(_mm256_add_epi64(high, load(sums + 4)), key_at(HASH_SCRAMBLING, 1));
+    }
+    _mm256_storeu_si256((__m256i *)hash->sum, low);
+    _mm256_storeu_si256((__m256i *)(hash->sum + 4), high);
+}
+
 /* The accumulators, pair by pair, as one number. */
 static uint64_t merged(const uint64_t *sum, size_t offset, uint64_t start)
 {
@@ -130,6 +141,10 @@ AVX2 void hash_end(Hash *hash, size_t bytes, unsigned char *digest)
 
 void hash_start(Hash *hash, const char *from, size_t bytes) { (void)hash, (void)from, (void)bytes; }
 void hash_to(Hash *hash, const char *upto) { (void)hash, (void)upto; }
+void hash_blocks(Hash *hash, const uint64_t *sums, size_t blocks)
+{
+    (void)hash, (void)sums, (void)blocks;
+}
 void hash_end(Hash *hash, size_t bytes, unsigned char *digest)
 {
     (void)hash, (void)bytes, (void)digest;

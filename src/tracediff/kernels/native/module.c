@@ -5,7 +5,7 @@
 #include "values.h"
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define INTERFACE 8 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 9 /* raised with every change that ../in_c.py has to know of */
 
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
@@ -137,6 +137,39 @@ static PyObject *py_summary(PyObject *self, PyObject *const *args, Py_ssize_t co
     Py_XDECREF(of_bytes);
     Py_XDECREF(numbers);
     return result;
+}
+
+/* XXH3-128 of bytes that are elsewhere: of their whole blocks but the last one, which may be whole, what
+ * each adds to the accumulators, and the bytes from there on, or the last STRIPE of all. None for a
+ * PLAIN_PROCESSOR. */
+static PyObject *py_digest_of_blocks(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    Hash hash;
+    unsigned char digest[16];
+    size_t size = 0, length = 0;
+    (void)self;
+    if (!takes(3, count))
+        return NULL;
+    size_t bytes = PyLong_AsSize_t(args[2]);
+    if (bytes == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    const uint64_t *sums = opened(&buffers, args[0], PyBUF_SIMPLE, &size);
+    const char *tail = sums ? opened(&buffers, args[1], PyBUF_SIMPLE, &length) : NULL;
+    if (!tail)
+        return closed(&buffers, NULL);
+    size_t blocks = bytes ? (bytes - 1) / (STRIPE * STRIPES) : 0;
+    size_t rest = bytes - blocks * STRIPE * STRIPES;
+    if (bytes <= SHORT || size != 8 * blocks * sizeof *sums || length < rest || length < STRIPE)
+        return sizes_differ(&buffers);
+    if (processor < AVX2_PROCESSOR)
+        return closed(&buffers, Py_NewRef(Py_None));
+    RUN(size, {
+        hash_start(&hash, tail + length - rest, rest);
+        hash_blocks(&hash, sums, blocks);
+        hash_end(&hash, bytes, digest);
+    });
+    return closed(&buffers, PyBytes_FromStringAndSize((char *)digest, sizeof digest));
 }
 
 static PyObject *py_signed_buckets(PyObject *self, PyObject *const *args, Py_ssize_t count)
@@ -324,6 +357,7 @@ static PyObject *py_restrict(PyObject *self, PyObject *level)
 
 static PyMethodDef functions[] = {
     FUNCTION(summary, METH_FASTCALL),
+    FUNCTION(digest_of_blocks, METH_FASTCALL),
     FUNCTION(signed_buckets, METH_FASTCALL),
     FUNCTION(differences, METH_FASTCALL),
     FUNCTION(largest_ulp, METH_FASTCALL),

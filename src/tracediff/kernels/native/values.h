@@ -168,6 +168,8 @@ typedef struct {
 HIDDEN extern const unsigned char hash_secret[192];
 HIDDEN void hash_start(Hash *hash, const char *from, size_t bytes);
 HIDDEN void hash_to(Hash *hash, const char *upto);
+/* Adds whole blocks right after the start, each given by what it adds to the accumulators. */
+HIDDEN void hash_blocks(Hash *hash, const uint64_t *sums, size_t blocks);
 HIDDEN void hash_end(Hash *hash, size_t bytes, unsigned char *digest);
 
 /* A count sketch in the making. */

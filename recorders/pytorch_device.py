@@ -1,0 +1,222 @@
+"""Tensors on other devices: where no payloads are kept, what is kept is found where they lie.
+
+Nothing waits for the device before the end of the step. Kernels are queued behind those that make a
+value, before any that change it; what they find comes to pinned memory of the host meanwhile, and
+the events are written once it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tracediff.deferred import Deferred, Waiting
+from tracediff.kernels import parts
+from tracediff.recorders.pytorch_tensors import (
+    ORDINARY,
+    from_numpy,
+    has_values,
+    out_of_sight,
+    read_part,
+    to_numpy,
+)
+from tracediff.recording import Tape
+from tracediff.summaries import Found, Summary
+from tracediff.trace.summary import summary
+
+MOST_WAITING: Final = 64 << 20
+"""Bytes of the host that may wait for a device."""
+_SMALL: Final = 1 << 16
+"""Bytes of a tensor below which it is copied as it is: three kernels cost more."""
+_DTYPES: Final = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+_PROBE: Final = 70_001
+"""Elements of a tensor that shows whether a device finds what the host does: more than one block of
+each kind, and a part of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What is on its way to the host.
+
+    Attributes:
+        found: Tensors of the host: the elements, or the fields of `parts.Parts` but for the sizes.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    found: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.found)
+
+    def arrive(self) -> NDArray[Any] | Found | None:
+        """What the tape is given; the device must have ended what it was asked."""
+        if len(self.found) == 1:
+            return to_numpy(self.found[0])
+        hashed, tail, moments, buckets = (tensor.numpy() for tensor in self.found)
+        count = int(np.prod(self.shape, dtype=np.int64))
+        size = count * self.dtype.itemsize
+        made = parts.Parts(hashed.view(np.uint64), tail, moments, buckets, count, size)
+        digest, statistics, sketch = parts.put_together(made)
+        if digest is None:
+            raise RuntimeError("the C kernels were switched off while a recording used them")
+        return Found(self.shape, Summary(digest, _DTYPES[self.dtype], statistics, sketch))
+
+
+class DeviceReader:
+    """Reads tensors as `to_numpy` does, but those on a device later.
+
+    A device is trusted once it has found the same bits as the host of one tensor of the dtype; else
+    tensors are copied to the host.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[str], None],
+        is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda,
+        smallest: int = _SMALL,
+    ) -> None:
+        """
+        Args:
+            note: Adds a sentence to the trace.
+            is_elsewhere: Whether a tensor lies on a device that this is for.
+            smallest: Bytes from which a tensor is summarised where it lies.
+        """
+        self._note = note
+        self._is_elsewhere = is_elsewhere
+        self._smallest = smallest
+        self._agrees: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+    def read_part(self, tensor: torch.Tensor) -> tuple[NDArray[Any] | Deferred | None, str]:
+        """As `pytorch_tensors.read_part`, with what stands for the array of a tensor on a device
+        until `arrived` is asked for it."""
+        return read_part(tensor, self._read if self._is_elsewhere(tensor) else None)
+
+    def _read(self, tensor: torch.Tensor) -> NDArray[Any] | Deferred | None:
+        if not (
+            type(tensor) in ORDINARY
+            and tensor.layout is torch.strided
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.numel()
+            and has_values(tensor)
+        ):
+            return to_numpy(tensor)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._note("Values inside a CUDA graph cannot be read: they are not in the trace")
+            return None
+        device: Any = torch.cuda.device_of  # does nothing for a tensor of the host
+        with out_of_sight(), device(tensor):
+            plain = tensor.detach().contiguous()
+            if plain.storage_offset() * plain.itemsize % 8:
+                plain = plain.clone()  # it is hashed eight bytes at a time
+            if plain.nbytes >= self._smallest and self._is_trusted(plain.device, plain.dtype):
+                found = _launched(plain)
+            else:
+                found = (_to_host(plain),)
+        pending = Pending(plain.device, plain.dtype, tuple(plain.shape), found)
+        return Deferred(pending, pending.nbytes)
+
+    def wait_on(self, waiting: Waiting[Any]) -> None:
+        """Lets a tape's values wait for devices."""
+        waiting.read, waiting.limit = self.arrived, MOST_WAITING
+
+    def arrived(self, waiting: Sequence[Pending]) -> list[NDArray[Any] | Found | None]:
+        """What was read, once it is here.
+
+        Raises:
+            RuntimeError: A device failed.
+        """
+        for device in {pending.device for pending in waiting}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return [pending.arrive() for pending in waiting]
+
+    def _is_trusted(self, device: torch.device, dtype: torch.dtype) -> bool:
+        key = device, dtype
+        if dtype not in _DTYPES:
+            return False
+        if key not in self._agrees:
+            self._agrees[key] = False
+            try:
+                self._agrees[key] = self._probed(device, dtype)
+                reason = "its kernels find other bits than the host's"
+            except Exception as error:  # whatever a compiler or a driver raises
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if not self._agrees[key]:
+                self._note(f"Tensors on {device} are copied and summarised on the host: {reason}")
+        return self._agrees[key]
+
+    def _probed(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a device finds what the host does."""
+        host = _probe().to(dtype)
+        pending = Pending(device, dtype, tuple(host.shape), _launched(host.to(device)))
+        (found,) = self.arrived([pending])
+        array = to_numpy(host)
+        if array is None or not isinstance(found, Found):
+            return False
+        digest, statistics, sketch = summary(array, brief=True, sketched=True)
+        pairs: Any = (found.summary.fingerprint, statistics), (found.summary.sketch, sketch)
+        is_equal = [np.array_equal(there, here, equal_nan=True) for there, here in pairs]
+        return found.summary.digest == digest and all(is_equal)
+
+
+def device_reader(tape: Tape) -> DeviceReader | None:
+    """What a recording reads tensors on CUDA devices with, where it keeps no payload of one."""
+    if tape.policy.level == "digest" and torch.cuda.is_available():
+        return DeviceReader(tape.note)
+    return None
+
+
+def _launched(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Has a device find the parts of a contiguous tensor, and send them to the host."""
+    from tracediff.recorders import triton_kernels as kernels
+
+    count, size, device = tensor.numel(), tensor.nbytes, tensor.device
+    blocks = parts.shapes(count, size)
+    hashed = torch.empty(blocks[0], dtype=torch.int64, device=device)
+    moments = torch.empty(blocks[1], dtype=torch.float64, device=device)
+    buckets = torch.empty(blocks[2], dtype=torch.float64, device=device)
+    flat = tensor.reshape(-1)
+    octets = flat.view(torch.uint8)
+    if len(hashed):
+        words = octets[: parts.HASHED * len(hashed)].view(torch.int64)
+        grid = (-(-len(hashed) // kernels.HASHED_AT_ONCE.value),)
+        kernels.hashed[grid](words, _secret(device), hashed, len(hashed))
+    if tensor.dtype is torch.bfloat16:
+        flat = flat.view(torch.int16)
+    kernels.moments[(len(moments),)](flat, moments, count)
+    kernels.buckets[(len(buckets),)](flat, buckets, count)
+    tail = octets[-parts.TAIL :]
+    return _to_host(hashed), _to_host(tail), _to_host(moments), _to_host(buckets)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, which is complete when the device has ended what it was asked so far."""
+    return tensor.to("cpu", non_blocking=True, copy=True)
+
+
+@functools.lru_cache
+def _secret(device: torch.device) -> torch.Tensor:
+    return from_numpy(np.frombuffer(parts.SECRET, "<i8"), device)
+
+
+def _probe() -> torch.Tensor:
+    """Numbers of all sizes, zeros of both signs, subnormal ones, NaN and infinities."""
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(_PROBE) * 10.0 ** generator.integers(-42, 38, _PROBE)
+    values[::7] = 0.0
+    values[1::97] = -0.0
+    values[[5, 40_000, _PROBE - 1]] = np.nan, np.inf, -np.inf
+    return torch.from_numpy(values)
