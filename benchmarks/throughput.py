@@ -27,9 +27,10 @@ from tracediff.compare import max_ulp, measure
 from tracediff.events import Run
 from tracediff.testing import build_event
 from tracediff.trace import Trace, TraceWriter, verify
-from tracediff.trace.summary import digest, fingerprint, sketch, summary
+from tracediff.trace.summary import SKETCH_SIZE, digest, fingerprint, sketch, summary
 
 Array = NDArray[Any]
+BUCKETS = np.empty(SKETCH_SIZE)
 Best = dict[tuple[str, str], tuple[float, float]]
 """Name and engine -> GB a second of processor time, and by the clock."""
 
@@ -110,7 +111,7 @@ def values(meter: Meter, tensors: list[Array], engine: str) -> None:
         "digest": digest,
         "fingerprint": fingerprint,
         "sketch": sketch,
-        "all three in one pass": lambda tensor: summary(tensor, brief=True, sketched=True),
+        "all three in one pass": lambda tensor: summary(tensor, brief=True, buckets=BUCKETS),
     }
     for what, function in functions.items():
         with meter.measuring(f"{what}, {name}", total, engine):
@@ -127,7 +128,7 @@ def small(meter: Meter, engine: str) -> None:
         "fingerprint, brief": (1, lambda: fingerprint(a, brief=True)),
         "fingerprint, full": (1, lambda: fingerprint(a)),
         "sketch": (1, lambda: sketch(a)),
-        "all three in one pass": (1, lambda: summary(a, brief=True, sketched=True)),
+        "all three in one pass": (1, lambda: summary(a, brief=True, buckets=BUCKETS)),
         "compare": (2, lambda: measure(a, b)),
     }
     for what, (sides, function) in functions.items():

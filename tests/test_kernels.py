@@ -37,6 +37,7 @@ from tracediff.compare import measure
 from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.summary import (
     FINGERPRINT_FIELDS,
+    SKETCH_SIZE,
     fingerprint,
     sketch,
     sketched_distance,
@@ -385,12 +386,12 @@ def test_details_are_of_small_tensors_only(engine: str) -> None:
 def test_one_pass_finds_what_each_finds_alone(engine: str, name: str, brief: bool) -> None:
     for size in (0, 1, 31, 60, 61, 241, 1024, 4097, 16_384, BLOCK + 4096 + 17, 3 * BLOCK + 64):
         array = values(name, size) if name in REAL else np.zeros(size, DTYPES[name])
-        of_bytes, statistics, total = summary(array, brief=brief, sketched=True)
+        total = np.full(SKETCH_SIZE, np.nan)
+        of_bytes, statistics = summary(array, brief=brief, buckets=total)
         assert of_bytes == xxhash.xxh3_128_digest(array.tobytes()), size
         assert np.array_equal(statistics, fingerprint(array, brief=brief), equal_nan=True)
-        assert total is not None
         assert np.array_equal(total, sketch(array), equal_nan=True)
-        assert summary(array, brief=brief, sketched=False)[::2] == (of_bytes, None)
+        assert summary(array, brief=brief)[0] == of_bytes
 
 
 @needs_c
@@ -402,5 +403,6 @@ def test_digests_are_those_of_xxhash(name: str, size: int, more: int, seed: int)
     array = (np.random.default_rng(seed).random(count) * 200).astype(DTYPES[name])
     for processor in PROCESSORS:
         with running(processor):
-            found = summary(array, brief=True, sketched=bool(seed % 2))[0]
+            buckets = np.empty(SKETCH_SIZE) if seed % 2 else None
+            found = summary(array, brief=True, buckets=buckets)[0]
         assert found == xxhash.xxh3_128_digest(array.tobytes())

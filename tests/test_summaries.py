@@ -29,3 +29,15 @@ def test_values_that_come_again_in_any_order(
                 assert found.sketch is not None
                 np.testing.assert_array_equal(found.sketch, sketch(value))
         summaries.advance()
+
+
+def test_sketches_that_are_kept_are_not_written_over() -> None:
+    summaries = Summaries(brief=True)
+    arrays = np.random.default_rng(0).standard_normal((150, 300), np.float32)
+    found = []
+    for array in arrays:
+        found.append(summaries.of(array, sketched=True))
+        if len(found) % 40 == 0:
+            summaries.advance()
+    for array, known in zip(arrays, found, strict=True):
+        np.testing.assert_array_equal(known.sketch, sketch(array))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.kernels import pack
-from tracediff.kernels import summary as all_of
-from tracediff.trace.summary import digest, fingerprint, sketch, summary
+from tracediff.trace.summary import SKETCH_SIZE, digest, fingerprint, sketch, summary
 
 SAMPLED: Final = 1 << 16
 """Bytes from which to take a digest costs more than to look at some of the elements."""
 _ELEMENTS: Final = 8
+
+_SKETCHES: Final = 64
+"""For how many sketches memory is allocated at a time."""
 
 LARGEST_SCRATCH: Final = 64 << 20
 """Bytes of the memory that is kept for copies of what does not lie in C order."""
@@ -67,6 +70,7 @@ class Summaries:
         self._is_new: list[bool] = []
         self._was_new = iter(self._is_new)
         self._scratch = np.empty(0, np.uint8)
+        self._rows: Iterator[NDArray[np.float64]] = iter(())
 
     def advance(self) -> None:
         """Begins the next step."""
@@ -76,13 +80,11 @@ class Summaries:
     def of(self, array: NDArray[Any], sketched: bool) -> Summary:
         """The summary of an array in C order, with its sketch if there is to be one."""
         dtype, statistics, total = name_of(array.dtype), None, None
-        if not next(self._was_new, True):
-            of_value = digest(array)
-        elif self._brief and array.dtype.kind != "c":  # what `summary` does of nearly all
-            found, statistics, total = all_of(array, full=False, sketched=sketched)
-            of_value = found or digest(array)
+        if next(self._was_new, True):
+            total = self._buckets() if sketched else None
+            of_value, statistics = summary(array, brief=self._brief, buckets=total)
         else:
-            of_value, statistics, total = summary(array, brief=self._brief, sketched=sketched)
+            of_value = digest(array)
         key = of_value, dtype
         known = self._known.get(key) or self._known_before.get(key)
         self._is_new.append(known is None)
@@ -94,6 +96,16 @@ class Summaries:
             known = known._replace(sketch=sketch(array) if total is None else total)
         self._known[key] = known
         return known
+
+    def _buckets(self) -> NDArray[np.float64]:
+        """Memory for a sketch, which is allocated for many at a time: small pieces that are kept
+        would lie scattered between the framework's tensors, and tear up the room that these leave.
+        """
+        row = next(self._rows, None)
+        if row is None:
+            self._rows = iter(np.empty((_SKETCHES, SKETCH_SIZE)))
+            row = next(self._rows)
+        return row
 
     def packed(self, array: NDArray[Any]) -> NDArray[Any]:
         """The array in C order, once for all that is done with it.

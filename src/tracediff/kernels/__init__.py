@@ -118,18 +118,19 @@ def fingerprint(flat: NDArray[Any], *, full: bool) -> tuple[float, ...]:
 
 
 def summary(
-    flat: NDArray[Any], *, full: bool, sketched: bool
-) -> tuple[bytes | None, tuple[float, ...], NDArray[np.float64] | None]:
+    flat: NDArray[Any], *, full: bool, buckets: NDArray[np.float64] | None
+) -> tuple[bytes | None, tuple[float, ...]]:
     """All of an array in one pass over the memory: what is found of a part stays in the cache.
+
+    Args:
+        buckets: Where what `signed_buckets` finds is put, if that is wanted: (SKETCH_SIZE,).
 
     Returns:
         xxh3-128 of the bytes, or None where it has to be taken otherwise: the C code has it for
-        more than 240 bytes on processors with AVX2. As `fingerprint`. As `signed_buckets`, if that
-        is wanted.
+        more than 240 bytes on processors with AVX2. As `fingerprint`.
     """
-    total = np.empty(SKETCH_SIZE) if sketched else None
-    digest, found = _engine.summary(flat, full, total)
-    return digest, found, total
+    found: tuple[bytes | None, tuple[float, ...]] = _engine.summary(flat, full, buckets)
+    return found
 
 
 def digest_of_blocks(sums: NDArray[np.uint64], tail: NDArray[np.uint8], size: int) -> bytes | None:

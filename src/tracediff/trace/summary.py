@@ -124,12 +124,17 @@ def fingerprint(array: NDArray[Any], *, brief: bool = False) -> tuple[float, ...
 
 
 def summary(
-    array: NDArray[Any], *, brief: bool, sketched: bool
-) -> tuple[bytes, tuple[float, ...], NDArray[np.float64] | None]:
-    """`digest`, `fingerprint` and, if it is wanted, `sketch`, for the price of the dearest two."""
+    array: NDArray[Any], *, brief: bool, buckets: NDArray[np.float64] | None = None
+) -> tuple[bytes, tuple[float, ...]]:
+    """`digest` and `fingerprint`, and `sketch` for nearly nothing, of an array in C order.
+
+    Args:
+        buckets: Where the sketch is put, if it is wanted: (SKETCH_SIZE,).
+    """
     full = not brief and array.size <= DETAIL_LIMIT
-    found, statistics, total = all_of(_flat(array), full=full, sketched=sketched)
-    return found or digest(array), statistics, total
+    flat = _flat(array) if array.dtype.kind == "c" else array
+    found, statistics = all_of(flat, full=full, buckets=buckets)
+    return found or digest(array), statistics
 
 
 def euclidean_norm(statistics: Sequence[float]) -> float:
