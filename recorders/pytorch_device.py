@@ -28,7 +28,7 @@ from tracediff.recorders.pytorch_tensors import (
 )
 from tracediff.recording import Tape
 from tracediff.summaries import Found, Summary
-from tracediff.trace.summary import summary
+from tracediff.trace.summary import SKETCH_SIZE, summary
 
 MOST_WAITING: Final = 64 << 20
 """Bytes of the host that may wait for a device."""
@@ -166,7 +166,8 @@ class DeviceReader:
         array = to_numpy(host)
         if array is None or not isinstance(found, Found):
             return False
-        digest, statistics, sketch = summary(array, brief=True, sketched=True)
+        sketch = np.empty(SKETCH_SIZE)
+        digest, statistics = summary(array, brief=True, buckets=sketch)
         pairs: Any = (found.summary.fingerprint, statistics), (found.summary.sketch, sketch)
         is_equal = [np.array_equal(there, here, equal_nan=True) for there, here in pairs]
         return found.summary.digest == digest and all(is_equal)

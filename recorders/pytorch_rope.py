@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from tracediff.kernels import pack
 from tracediff.recorders.pytorch_modules import ModuleHooks
 from tracediff.recorders.pytorch_shards import local_part
 from tracediff.recorders.pytorch_state import State
@@ -64,16 +65,18 @@ class RopeHooks:
         return apply
 
     def _copy(self, value: Any) -> Any:
-        """A copy, in memory that an earlier call is done with: new memory costs as much."""
+        """A copy in C order, in memory of a call that is over: new memory costs as much."""
         array = to_numpy(value) if isinstance(value, torch.Tensor) else None
         if array is None:
             return None
         for index, free in enumerate(self._free):
-            if (free.dtype, free.shape, free.strides) == (array.dtype, array.shape, array.strides):
+            if (free.dtype, free.shape) == (array.dtype, array.shape):
                 copy = self._free.pop(index)
-                np.copyto(copy, array)
-                return copy
-        return np.array(array)
+                break
+        else:
+            copy = np.empty(array.shape, array.dtype)
+        pack(array, copy)
+        return copy
 
     def _record(self, before: Any, rotated: Any) -> None:
         parent = self._state.open[-1]

@@ -325,6 +325,15 @@ def test_packing_is_what_numpy_does(engine: str, name: str, shape: tuple[int, ..
         assert packed.tobytes() == array.tobytes()
 
 
+@pytest.mark.parametrize("name", ["bool", "bfloat16", "float8_e5m2", "float32", "complex128", "S3"])
+def test_every_so_many_elements_of_any_layout(engine: str, name: str) -> None:
+    dtype = DTYPES.get(name) or np.dtype(name)
+    plain = np.frombuffer(np.random.default_rng(0).bytes(210 * dtype.itemsize), dtype)
+    for array in layouts(plain.reshape(2, 3, 5, 7)):
+        for step in (1, 2, 7, 9, 500):
+            assert kernels.every(array, step) == array.reshape(-1)[::step].tobytes()
+
+
 @needs_c
 def test_packing_into_another_size_is_refused() -> None:
     from tracediff.kernels import _native

@@ -112,9 +112,9 @@ def test_values_of_modules_have_the_digest_of_their_operation(
     hashed: list[int] = []
     of = Summaries.of
 
-    def counted(self: Summaries, array: Any, sketched: bool) -> Summary:
+    def counted(self: Summaries, array: Any, sketched: bool, sampled: bool) -> Summary:
         hashed[-1] += array.nbytes >= SAMPLED
-        return of(self, array, sketched)
+        return of(self, array, sketched, sampled)
 
     def job(model: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracediff.summaries import Summaries
+from tracediff.summaries import Summaries, still
 from tracediff.trace.summary import digest, fingerprint, sketch
 
 VALUES = [np.full(size, value, np.float32) for value in (0.0, 1.5) for size in (1, 5_000, 40_000)]
@@ -41,3 +41,17 @@ def test_sketches_that_are_kept_are_not_written_over() -> None:
             summaries.advance()
     for array, known in zip(arrays, found, strict=True):
         np.testing.assert_array_equal(known.sketch, sketch(array))
+
+
+def test_a_sample_is_taken_when_it_is_first_asked_for() -> None:
+    """A value that an update made is known without one when a module is given it."""
+    summaries, value = Summaries(brief=True, sampled=True), VALUES[-1]
+    other = value + np.float32(1)
+    made = summaries.of(value, False, sampled=False)
+    assert still(made, value) is None
+    summaries.advance()
+    given = summaries.of(value, False)
+    assert still(given, value) is given
+    assert still(given, value.reshape(2, -1)) is given
+    assert still(given, other) is None
+    assert summaries.of(value, False, sampled=False) is given

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.kernels import pack
+from tracediff.kernels import every, pack
 from tracediff.trace.summary import SKETCH_SIZE, digest, fingerprint, sketch, summary
 
 SAMPLED: Final = 1 << 16
@@ -77,8 +77,12 @@ class Summaries:
         self._known_before, self._known = self._known, {}
         self._was_new, self._is_new = iter(self._is_new), []
 
-    def of(self, array: NDArray[Any], sketched: bool) -> Summary:
-        """The summary of an array in C order, with its sketch if there is to be one."""
+    def of(self, array: NDArray[Any], sketched: bool, sampled: bool = True) -> Summary:
+        """The summary of an array in C order, with its sketch if there is to be one.
+
+        Args:
+            sampled: Whether the value may come again in another shape, where samples are kept.
+        """
         dtype, statistics, total = name_of(array.dtype), None, None
         if next(self._was_new, True):
             total = self._buckets() if sketched else None
@@ -90,8 +94,10 @@ class Summaries:
         self._is_new.append(known is None)
         if known is None:
             statistics = statistics or fingerprint(array, brief=self._brief)
-            sample = sample_of(array) if self._sampled else b""
+            sample = sample_of(array) if sampled and self._sampled else b""
             known = Summary(of_value, dtype, statistics, total, sample)
+        elif sampled and self._sampled and not known.sample and (sample := sample_of(array)):
+            known = known._replace(sample=sample)
         if sketched and known.sketch is None:
             known = known._replace(sketch=sketch(array) if total is None else total)
         self._known[key] = known
@@ -127,9 +133,7 @@ def sample_of(array: NDArray[Any]) -> bytes:
     """Some elements of an array from all over it, in C order; of a small one none."""
     if array.nbytes < SAMPLED:
         return b""
-    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
-    sample: bytes = flat[:: array.size // _ELEMENTS | 1].tobytes()  # odd: of all columns
-    return sample
+    return every(array, array.size // _ELEMENTS | 1)  # odd: of all columns
 
 
 def still(known: Summary | None, array: NDArray[Any]) -> Summary | None:

@@ -388,7 +388,8 @@ class Tape:
         elif known is None or (sketches and known.sketch is None):
             array = self._summaries.packed(value) if is_array else plain(value)
             if is_array and phase != "rendering":
-                summary = self._summaries.of(array, bool(sketches))
+                # What an update makes is not looked at again in another shape.
+                summary = self._summaries.of(array, bool(sketches), phase != "optimizer")
             else:
                 summary = self._summarised(phase, path, array, sketches)
         else:

@@ -200,6 +200,12 @@ def pack(array: NDArray[Any], out: NDArray[Any]) -> None:
     _engine.pack(array, out)
 
 
+def every(array: NDArray[Any], step: int) -> bytes:
+    """Every `step`th element of an array of any layout, in C order."""
+    found: bytes = _engine.every(array, step)
+    return found
+
+
 def stream(data: memoryview, out: memoryview) -> None:
     """Copies bytes that nobody reads again soon, past the caches."""
     _engine.stream(data, out)

@@ -104,3 +104,13 @@ def pack(array: NDArray[Any], out: NDArray[Any]) -> None:
         in_numpy.pack(array, out)
     else:  # as bits, since ml_dtypes' arrays have no buffer of their own
         _native.pack(array.view(bits), out.view(bits))
+
+
+def every(array: NDArray[Any], step: int) -> bytes:
+    """See `tracediff.kernels.every`."""
+    bits = _BITS.get(array.dtype.itemsize)
+    if array.dtype.isbuiltin != 1:  # ml_dtypes' arrays have no buffer of their own
+        if bits is None:
+            return in_numpy.every(array, step)
+        array = array.view(bits)
+    return _native.every(array, step)

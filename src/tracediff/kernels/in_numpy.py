@@ -267,6 +267,12 @@ def place(piece: Any, at: int, head: bytes, crc_at: int, data: Any) -> int:
     return found
 
 
+def every(array: NDArray[Any], step: int) -> bytes:
+    """See `tracediff.kernels.every`."""
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    return flat[::step].tobytes()
+
+
 def pack(array: NDArray[Any], out: NDArray[Any]) -> None:
     """See `tracediff.kernels.pack`."""
     np.copyto(out, array)

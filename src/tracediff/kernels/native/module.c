@@ -341,6 +341,32 @@ static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count
     return closed(&buffers, Py_NewRef(Py_None));
 }
 
+/* Every `step`th element of an array of any layout, in C order, as bytes. */
+static PyObject *py_every(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Buffers buffers = {.count = 0};
+    size_t n = 0;
+    (void)self;
+    if (!takes(2, count))
+        return NULL;
+    Py_ssize_t step = PyLong_AsSsize_t(args[1]);
+    if (step < 1)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "the step is below 1");
+    const char *from = opened(&buffers, args[0], PyBUF_STRIDED_RO, &n);
+    if (!from)
+        return NULL;
+    const Py_buffer *view = &buffers.view[0];
+    Py_ssize_t width = view->itemsize, size = view->len / width;
+    PyObject *result = PyBytes_FromStringAndSize(NULL, (size + step - 1) / step * width);
+    for (Py_ssize_t i = 0; result && i < size; i += step) {
+        const char *element = from;
+        for (Py_ssize_t a = view->ndim - 1, rest = i; a >= 0; rest /= view->shape[a--])
+            element += rest % view->shape[a] * view->strides[a];
+        memcpy(PyBytes_AS_STRING(result) + i / step * width, element, (size_t)width);
+    }
+    return closed(&buffers, result);
+}
+
 /* For tests: leaves unused what the processor has beyond a level of `values.h`; returns the highest. */
 static PyObject *py_restrict(PyObject *self, PyObject *level)
 {
@@ -363,6 +389,7 @@ static PyMethodDef functions[] = {
     FUNCTION(largest_ulp, METH_FASTCALL),
     FUNCTION(within, METH_FASTCALL),
     FUNCTION(pack, METH_FASTCALL),
+    FUNCTION(every, METH_FASTCALL),
     FUNCTION(stream, METH_FASTCALL),
     FUNCTION(crc32, METH_O),
     FUNCTION(place, METH_FASTCALL),
