@@ -1,4 +1,5 @@
-"""Tensors on other devices: where no payloads are kept, what is kept is found where they lie.
+"""Tensors on other devices: where no payloads are kept, what is kept is found where they lie; else
+they are copied.
 
 Nothing waits for the device before the end of the step. Kernels are queued behind those that make a
 value, before any that change it; what they find comes to pinned memory of the host meanwhile, and
@@ -8,6 +9,7 @@ the events are written once it is there.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,7 +30,7 @@ from tracediff.recorders.pytorch_tensors import (
 )
 from tracediff.recording import Tape
 from tracediff.summaries import Found, Summary
-from tracediff.trace.summary import SKETCH_SIZE, summary
+from tracediff.trace.summary import summary
 
 MOST_WAITING: Final = 64 << 20
 """Bytes of the host that may wait for a device."""
@@ -166,7 +168,7 @@ class DeviceReader:
         array = to_numpy(host)
         if array is None or not isinstance(found, Found):
             return False
-        sketch = np.empty(SKETCH_SIZE)
+        sketch = np.empty(parts.SKETCH_SIZE)
         digest, statistics = summary(array, brief=True, buckets=sketch)
         pairs: Any = (found.summary.fingerprint, statistics), (found.summary.sketch, sketch)
         is_equal = [np.array_equal(there, here, equal_nan=True) for there, here in pairs]
@@ -174,10 +176,12 @@ class DeviceReader:
 
 
 def device_reader(tape: Tape) -> DeviceReader | None:
-    """What a recording reads tensors on CUDA devices with, where it keeps no payload of one."""
-    if tape.policy.level == "digest" and torch.cuda.is_available():
-        return DeviceReader(tape.note)
-    return None
+    """What a recording reads tensors on CUDA devices with; None where operations are recorded, each
+    of which is on the tape before the next."""
+    if tape.policy.operations or not torch.cuda.is_available():
+        return None
+    keeps_payloads = tape.policy.level != "digest"
+    return DeviceReader(tape.note, smallest=sys.maxsize if keeps_payloads else _SMALL)
 
 
 def _launched(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -60,7 +60,8 @@ def assert_same(found: Any, tensor: torch.Tensor) -> None:
     array = to_numpy(tensor)
     assert array is not None
     packed = np.ascontiguousarray(array).reshape(array.shape)
-    of_bytes, statistics, sketch = summary(packed, brief=True, sketched=True)
+    sketch = np.empty(parts.SKETCH_SIZE)
+    of_bytes, statistics = summary(packed, brief=True, buckets=sketch)
     assert isinstance(found, Found)
     assert found.shape == tuple(tensor.shape)
     assert found.summary.dtype == array.dtype.name
@@ -152,13 +153,13 @@ class Net(nn.Module):
         return self.second(torch.relu(hidden))
 
 
-def train(path: Path, fault: float = 0.0) -> None:
+def train(path: Path, fault: float = 0.0, level: str = "digest") -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(12, 24)
-    with tracediff.record(path, stack="pytorch", level="digest", overwrite=True):
+    with tracediff.record(path, stack="pytorch", level=level, overwrite=True):
         for step in range(3):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), x).backward()
@@ -215,6 +216,20 @@ def test_a_recording_says_the_same_and_a_fault_is_named(
     verdict = tracediff.bisect(tmp_path / "host", tmp_path / "faulty")
     assert verdict.first is not None
     assert verdict.first.site == "1/optimizer/second.weight:grad"
+
+
+def test_payloads_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train(tmp_path / "host", level="module")
+    copying = DeviceReader(NOTES.append, is_elsewhere=lambda tensor: True, smallest=sys.maxsize)
+    read_by(monkeypatch, copying)
+    train(tmp_path / "device", level="module")
+    assert told(tmp_path / "host") == told(tmp_path / "device")
+    with Trace(tmp_path / "host") as host, Trace(tmp_path / "device") as device:
+        for step in host.steps:
+            for a, b in zip(host.events(step), device.events(step), strict=True):
+                assert a.payload == b.payload
+                if a.payload is not None and a.dtype:
+                    assert host.array(a).tobytes() == device.array(b).tobytes()
 
 
 def wrong(grid: Any) -> Callable[..., None]:

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.kernels import BLOCK, SKETCH_SIZE, digest_of_blocks
+from tracediff.kernels import BLOCK, digest_of_blocks
+from tracediff.kernels import SKETCH_SIZE as SKETCH_SIZE
 
 HASHED: Final = 1024
 """Bytes of a block of the digest."""
@@ -60,7 +61,7 @@ def shapes(elements: int, nbytes: int) -> tuple[tuple[int, int], tuple[int, int]
 
 
 def put_together(parts: Parts) -> tuple[bytes | None, tuple[float, ...], NDArray[np.float64]]:
-    """As `tracediff.kernels.summary` of the whole, brief and with its sketch."""
+    """As `tracediff.kernels.summary` of the whole, brief, and its sketch."""
     found = digest_of_blocks(parts.hashed, parts.tail, parts.nbytes)
     with np.errstate(invalid="ignore", over="ignore"):
         # Along this axis NumPy adds row after row, as the C code does.
