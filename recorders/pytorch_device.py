@@ -51,27 +51,24 @@ class Pending:
     """What is on its way to the host.
 
     Attributes:
-        found: Tensors of the host: the elements, or the fields of `parts.Parts` but for the sizes.
+        host: The elements, or what was found of their parts, see `parts.Places`.
+        is_found: Which of the two.
     """
 
     device: torch.device
     dtype: torch.dtype
     shape: tuple[int, ...]
-    found: tuple[torch.Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.found)
+    host: torch.Tensor
+    is_found: bool
 
     def arrive(self) -> NDArray[Any] | Found | None:
         """What the tape is given; the device must have ended what it was asked."""
-        if len(self.found) == 1:
-            return to_numpy(self.found[0])
-        hashed, tail, moments, buckets = (tensor.numpy() for tensor in self.found)
-        count = int(np.prod(self.shape, dtype=np.int64))
-        size = count * self.dtype.itemsize
-        made = parts.Parts(hashed.view(np.uint64), tail, moments, buckets, count, size)
-        digest, statistics, sketch = parts.put_together(made)
+        if not self.is_found:
+            return to_numpy(self.host)
+        elements = int(np.prod(self.shape, dtype=np.int64))
+        words = self.host.numpy().view(np.uint64)
+        nbytes = elements * self.dtype.itemsize
+        digest, statistics, sketch = parts.put_together(words, elements, nbytes)
         if digest is None:
             raise RuntimeError("the C kernels were switched off while a recording used them")
         return Found(self.shape, Summary(digest, _DTYPES[self.dtype], statistics, sketch))
@@ -123,12 +120,10 @@ class DeviceReader:
             plain = tensor.detach().contiguous()
             if plain.storage_offset() * plain.itemsize % 8:
                 plain = plain.clone()  # it is hashed eight bytes at a time
-            if plain.nbytes >= self._smallest and self._is_trusted(plain.device, plain.dtype):
-                found = _launched(plain)
-            else:
-                found = (_to_host(plain),)
-        pending = Pending(plain.device, plain.dtype, tuple(plain.shape), found)
-        return Deferred(pending, pending.nbytes)
+            is_found = plain.nbytes >= self._smallest and self._is_trusted(plain)
+            host = _to_host(_launched(plain) if is_found else plain)
+        pending = Pending(plain.device, plain.dtype, tuple(plain.shape), host, is_found)
+        return Deferred(pending, host.nbytes)
 
     def wait_on(self, waiting: Waiting[Any]) -> None:
         """Lets a tape's values wait for devices."""
@@ -145,8 +140,8 @@ class DeviceReader:
                 torch.cuda.synchronize(device)
         return [pending.arrive() for pending in waiting]
 
-    def _is_trusted(self, device: torch.device, dtype: torch.dtype) -> bool:
-        key = device, dtype
+    def _is_trusted(self, tensor: torch.Tensor) -> bool:
+        key = device, dtype = tensor.device, tensor.dtype
         if dtype not in _DTYPES:
             return False
         if key not in self._agrees:
@@ -163,8 +158,8 @@ class DeviceReader:
     def _probed(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a device finds what the host does."""
         host = _probe().to(dtype)
-        pending = Pending(device, dtype, tuple(host.shape), _launched(host.to(device)))
-        (found,) = self.arrived([pending])
+        words = _to_host(_launched(host.to(device)))
+        (found,) = self.arrived([Pending(device, dtype, tuple(host.shape), words, True)])
         array = to_numpy(host)
         if array is None or not isinstance(found, Found):
             return False
@@ -184,27 +179,27 @@ def device_reader(tape: Tape) -> DeviceReader | None:
     return DeviceReader(tape.note, smallest=sys.maxsize if keeps_payloads else _SMALL)
 
 
-def _launched(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Has a device find the parts of a contiguous tensor, and send them to the host."""
+def _launched(tensor: torch.Tensor) -> torch.Tensor:
+    """Has a device find what there is of the parts of a contiguous tensor; see `parts.Places`."""
     from tracediff.recorders import triton_kernels as kernels
 
-    count, size, device = tensor.numel(), tensor.nbytes, tensor.device
-    blocks = parts.shapes(count, size)
-    hashed = torch.empty(blocks[0], dtype=torch.int64, device=device)
-    moments = torch.empty(blocks[1], dtype=torch.float64, device=device)
-    buckets = torch.empty(blocks[2], dtype=torch.float64, device=device)
-    flat = tensor.reshape(-1)
-    octets = flat.view(torch.uint8)
-    if len(hashed):
-        words = octets[: parts.HASHED * len(hashed)].view(torch.int64)
-        grid = (-(-len(hashed) // kernels.HASHED_AT_ONCE.value),)
-        kernels.hashed[grid](words, _secret(device), hashed, len(hashed))
-    if tensor.dtype is torch.bfloat16:
-        flat = flat.view(torch.int16)
-    kernels.moments[(len(moments),)](flat, moments, count)
-    kernels.buckets[(len(buckets),)](flat, buckets, count)
+    count, size, flat = tensor.numel(), tensor.nbytes, tensor.reshape(-1)
+    at, octets = parts.places(count, size), flat.view(torch.uint8)
+    words = torch.empty(at.tail.stop, dtype=torch.int64, device=tensor.device)
+    if blocks := at.hashed.stop // 8:
+        grid = (-(-blocks // kernels.HASHED_AT_ONCE.value),)
+        data = octets[: parts.HASHED * blocks].view(torch.int64)
+        kernels.hashed[grid](data, _secret(tensor.device), words, blocks)
+    values = flat.view(torch.int16) if tensor.dtype is torch.bfloat16 else flat
+    for kernel, place, width in (
+        (kernels.moments, at.moments, len(parts.FOUND)),
+        (kernels.buckets, at.buckets, parts.SKETCH_SIZE),
+    ):
+        out = words[place].view(torch.float64)
+        kernel[(len(out) // width,)](values, out, count)
     tail = octets[-parts.TAIL :]
-    return _to_host(hashed), _to_host(tail), _to_host(moments), _to_host(buckets)
+    words[at.tail].view(torch.uint8)[: len(tail)].copy_(tail)
+    return words
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

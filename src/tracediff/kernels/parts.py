@@ -7,6 +7,7 @@ Put together here, it is bit for bit what `summary` finds of the whole.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -35,43 +36,57 @@ FOUND: Final = ("sum", "abs", "square", "low", "high", "zero", "nan", "inf")
 where there is none), and counts."""
 
 
-class Parts(NamedTuple):
-    """What was found of a value.
+class Places(NamedTuple):
+    """Where in an array of 64-bit words there is what was found of the parts of a value.
 
     Attributes:
         hashed: See `digest_of_blocks`: uint64 of shape ((nbytes - 1) // `HASHED`, 8).
-        tail: The last `TAIL` bytes, or all.
         moments: float64 of shape (blocks, `FOUND`), the sums in the order of `native/values.h`.
-        buckets: Of each block of `SKETCHED` elements the buckets of its sketch, float64 of shape
+        buckets: Of each block of `SKETCHED` elements the buckets of its sketch: float64 of shape
             (blocks, `SKETCH_SIZE`).
+        tail: The last `TAIL` bytes of the value, or all; the last word need not be full.
     """
 
-    hashed: NDArray[np.uint64]
-    tail: NDArray[np.uint8]
-    moments: NDArray[np.float64]
-    buckets: NDArray[np.float64]
-    elements: int
-    nbytes: int
+    hashed: slice
+    moments: slice
+    buckets: slice
+    tail: slice
 
 
-def shapes(elements: int, nbytes: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Shapes of `hashed`, `moments` and `buckets`."""
-    blocks = (nbytes - 1) // HASHED, -(-elements // BLOCK), -(-elements // SKETCHED)
-    return (blocks[0], 8), (blocks[1], len(FOUND)), (blocks[2], SKETCH_SIZE)
+def places(elements: int, nbytes: int) -> Places:
+    """Those of a value of so many elements and bytes."""
+    sizes = (
+        8 * ((nbytes - 1) // HASHED),
+        len(FOUND) * -(-elements // BLOCK),
+        SKETCH_SIZE * -(-elements // SKETCHED),
+        -(-min(nbytes, TAIL) // 8),
+    )
+    ends = list(accumulate(sizes))
+    return Places(*map(slice, [0, *ends], ends))
 
 
-def put_together(parts: Parts) -> tuple[bytes | None, tuple[float, ...], NDArray[np.float64]]:
-    """As `tracediff.kernels.summary` of the whole, brief, and its sketch."""
-    found = digest_of_blocks(parts.hashed, parts.tail, parts.nbytes)
+def put_together(
+    words: NDArray[np.uint64], elements: int, nbytes: int
+) -> tuple[bytes | None, tuple[float, ...], NDArray[np.float64]]:
+    """Digest (None where the C code cannot find it), brief statistics and sketch of a value.
+
+    Args:
+        words: What was found of its parts, see `Places`.
+    """
+    at = places(elements, nbytes)
+    tail = words[at.tail].view(np.uint8)[: min(nbytes, TAIL)]
+    found = digest_of_blocks(words[at.hashed], tail, nbytes)
+    moments = words[at.moments].view(np.float64).reshape(-1, len(FOUND))
+    buckets = words[at.buckets].view(np.float64).reshape(-1, SKETCH_SIZE)
     with np.errstate(invalid="ignore", over="ignore"):
         # Along this axis NumPy adds row after row, as the C code does.
-        total: NDArray[np.float64] = np.add.reduce(parts.buckets, axis=0, initial=0.0)
-        sums = np.add.reduce(parts.moments[:, :3], axis=0, initial=0.0).tolist()
-    zero, nan, inf = parts.moments[:, 5:].sum(axis=0).tolist()
-    count = float(parts.elements)
+        total: NDArray[np.float64] = np.add.reduce(buckets, axis=0, initial=0.0)
+        sums = np.add.reduce(moments[:, :3], axis=0, initial=0.0).tolist()
+    zero, nan, inf = moments[:, 5:].sum(axis=0).tolist()
+    count = float(elements)
     if not (finite := count - nan - inf):
         return found, (count, nan, inf, *[0.0] * 13), total
-    low, high = float(parts.moments[:, 3].min()), float(parts.moments[:, 4].max())
+    low, high = float(moments[:, 3].min()), float(moments[:, 4].max())
     statistics = (
         zero,
         sums[0] / finite,
