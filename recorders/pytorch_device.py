@@ -157,7 +157,7 @@ class DeviceReader:
 
     def _probed(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a device finds what the host does."""
-        host = _probe().to(dtype)
+        host = _probe(dtype)
         words = _to_host(_launched(host.to(device)))
         (found,) = self.arrived([Pending(device, dtype, tuple(host.shape), words, True)])
         array = to_numpy(host)
@@ -212,11 +212,12 @@ def _secret(device: torch.device) -> torch.Tensor:
     return from_numpy(np.frombuffer(parts.SECRET, "<i8"), device)
 
 
-def _probe() -> torch.Tensor:
-    """Numbers of all sizes, zeros of both signs, subnormal ones, NaN and infinities."""
+def _probe(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of all sizes, zeros of both signs, subnormal ones, a NaN and infinities."""
     generator = np.random.default_rng(0)
-    values = generator.standard_normal(_PROBE) * 10.0 ** generator.integers(-42, 38, _PROBE)
+    sizes = np.log10([torch.finfo(dtype).tiny / 100, torch.finfo(dtype).max / 10])
+    values = generator.choice([-1, 1], _PROBE) * 10.0 ** generator.uniform(*sizes, _PROBE)
     values[::7] = 0.0
     values[1::97] = -0.0
     values[[5, 40_000, _PROBE - 1]] = np.nan, np.inf, -np.inf
-    return torch.from_numpy(values)
+    return torch.from_numpy(values).to(dtype)
