@@ -215,8 +215,8 @@ def _secret(device: torch.device) -> torch.Tensor:
 def _probe(dtype: torch.dtype) -> torch.Tensor:
     """Numbers of all sizes, zeros of both signs, subnormal ones, a NaN and infinities."""
     generator = np.random.default_rng(0)
-    sizes = np.log10([torch.finfo(dtype).tiny / 100, torch.finfo(dtype).max / 10])
-    values = generator.choice([-1, 1], _PROBE) * 10.0 ** generator.uniform(*sizes, _PROBE)
+    low, high = np.log10([torch.finfo(dtype).tiny / 100, torch.finfo(dtype).max / 10])
+    values = generator.choice([-1, 1], _PROBE) * 10.0 ** generator.uniform(low, high, _PROBE)
     values[::7] = 0.0
     values[1::97] = -0.0
     values[[5, 40_000, _PROBE - 1]] = np.nan, np.inf, -np.inf
