@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,23 @@ def test_outputs_are_what_the_caller_gets_and_unregistered_modules_have_a_path(
     trace = record(lambda: model(torch.zeros(1, 2)))
     assert np.array_equal(trace["0/forward/layer#0:out"], [[1, 1]])
     assert np.array_equal(trace["0/forward/root.(Linear)#0:in"], [[1, 1]])
+
+
+def test_what_is_recorded_is_saved_without_a_warning(record: Callable[..., Recording]) -> None:
+    model, saved = nn.Linear(2, 2), io.BytesIO()
+
+    def job() -> None:
+        out = model(torch.ones(1, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # that hooks of a tensor are not saved
+            torch.save([out, *model.parameters()], saved)
+        out.sum().backward()
+
+    sites = record(job).sites("backward")
+    assert {"0/backward/root#0:grad_out", "0/backward/weight#0:grad"} <= set(sites)
+    saved.seek(0)
+    found = torch.load(saved, weights_only=True)
+    assert torch.equal(found[1], model.weight)
 
 
 def test_operation_counters_of_the_user_do_not_see_the_recorder(
