@@ -27,7 +27,7 @@ from tracediff.recorders.pytorch_rope import RopeHooks
 from tracediff.recorders.pytorch_skip import SkipHooks
 from tracediff.recorders.pytorch_snapshot import Snapshots
 from tracediff.recorders.pytorch_state import State
-from tracediff.recorders.pytorch_tensors import out_of_sight
+from tracediff.recorders.pytorch_tensors import memory_of, out_of_sight
 from tracediff.recording import Recorder as BaseRecorder
 from tracediff.recording import Tape, watch_generators
 from tracediff.trace.snapshot import Tree
@@ -157,9 +157,9 @@ class Recorder(BaseRecorder):
 def generator_states() -> dict[str, np.ndarray[Any, Any]]:
     """States of the default generators as bytes, without making CUDA initialise itself."""
     cuda: Any = torch.cuda
-    with out_of_sight():
-        states = {"torch.cpu": torch.get_rng_state().numpy()}
-        if cuda.is_initialized():
+    states = {"torch.cpu": _cpu_state()}
+    if cuda.is_initialized():
+        with out_of_sight():
             for device, state in enumerate(cuda.get_rng_state_all()):
                 states[f"torch.cuda.{device}"] = state.numpy()
     return states
@@ -167,8 +167,17 @@ def generator_states() -> dict[str, np.ndarray[Any, Any]]:
 
 def _position() -> Position | None:
     """Where the default generator stands."""
-    with out_of_sight():
-        return position("torch.cpu", torch.get_rng_state().numpy())
+    return position("torch.cpu", _cpu_state())
+
+
+def _cpu_state() -> np.ndarray[Any, Any]:
+    """State of the default generator on the CPU, as bytes. No mode sees that it is asked for."""
+    state = torch.get_rng_state()
+    array = memory_of(state)
+    if array is None:
+        with out_of_sight():
+            array = state.numpy()
+    return array
 
 
 def _fresh_state(path: str) -> np.ndarray[Any, Any] | None:

@@ -103,8 +103,11 @@ class Snapshots:
 
     def generator_states(self) -> dict[str, np.ndarray[Any, Any]]:
         """States of those generators, as bytes."""
+        found = list(self.generators())
+        if not found:
+            return {}
         with out_of_sight():
-            return {path: generator.get_state().numpy() for path, generator in self.generators()}
+            return {path: generator.get_state().numpy() for path, generator in found}
 
     def set_generators(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Puts those generators into the states that are given for them."""

@@ -33,6 +33,7 @@ _DIRECT: Final[Mapping[torch.dtype, str]] = {
     torch.bfloat16: "<i2",
     torch.int64: "<i8",
     torch.int32: "<i4",
+    torch.uint8: "|u1",
     torch.bool: "|b1",
 }
 """How NumPy writes the types that both have, and the integers that bfloat16 travels as."""
@@ -65,7 +66,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any] | None:
         is widened to complex64. None where there are no values: meta and fake tensors, nested,
         quantized and distributed ones, those in a `torch.func` transform, freed storage.
     """
-    array = _plain(tensor)
+    array = memory_of(tensor)
     if array is not None:
         return array
     if not has_values(tensor):
@@ -86,7 +87,7 @@ def read_part(
         What `read` returns, and which part it is: "" for what is whole. A process outside of the
         mesh of a distributed tensor holds nothing of it.
     """
-    if read is None and (array := _plain(tensor)) is not None:
+    if read is None and (array := memory_of(tensor)) is not None:
         return array, ""
     read = read or to_numpy
     if type(tensor) in ORDINARY:
@@ -114,7 +115,7 @@ class _Memory:
     __array_interface__: dict[str, Any]
 
 
-def _plain(tensor: torch.Tensor) -> NDArray[Any] | None:
+def memory_of(tensor: torch.Tensor) -> NDArray[Any] | None:
     """The memory of a tensor, if it is one of those that are nearly all, which the long way would
     take ten times as long to read: an ordinary one on the CPU, with no mode that could see us read
     it. Modes of dispatch see operations only, and nothing here is one.
@@ -184,7 +185,7 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether `to_numpy` can read the tensor."""
-    if _plain(tensor) is not None:
+    if memory_of(tensor) is not None:
         return True
     if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return False

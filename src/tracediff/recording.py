@@ -15,7 +15,6 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.errors import StackError
@@ -196,13 +195,13 @@ def watch_generators(
         for path, state in before.items():
             if path not in unused and (new := fresh(path)) is not None:
                 unused[path] = new
-            touched = path not in unused or not np.array_equal(state, unused[path])
+            touched = path not in unused or not _same(state, unused[path])
             attributes = {"touched": touched}
             tape.emit("rng", path, "state", state, kind="state", attributes=attributes)
 
     def end() -> None:
         for path, state in states().items():
-            if path in before and not np.array_equal(state, before[path]):
+            if path in before and not _same(state, before[path]):
                 tape.emit("rng", path, "after", state, kind="state")
 
     def stop() -> None:
@@ -212,6 +211,11 @@ def watch_generators(
     tape.on_step_start.append(start)
     tape.on_step_end.append(end)
     return stop
+
+
+def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """As `np.array_equal` of integers, which takes four times as long."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 @contextmanager
