@@ -35,6 +35,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES
         | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
     ),
+    "DeepseekV3ForCausalLM": (  # which chooses among the best groups of experts
+        "DeepseekV3Config",
+        SIZES
+        | {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8}
+        | {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+        | {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        | {"qk_nope_head_dim": 16},
+    ),
     "PhiForCausalLM": ("PhiConfig", SIZES | {"resid_pdrop": 0.0}),
     "GPT2LMHeadModel": (
         "GPT2Config",
@@ -152,6 +160,18 @@ def test_a_router_that_errs_is_named(
     verdict = compared(tmp_path, "MixtralForCausalLM", torch.float32, level, broken)
     assert verdict.first is not None
     assert verdict.first.site == "2/forward/model.layers.1.mlp.gate#0:out.2"
+
+
+@pytest.mark.parametrize("level", ["digest", "module"])
+def test_a_router_that_favours_an_expert_is_named(tmp_path: Path, level: str) -> None:
+    def broken(model: Any, step: int) -> None:
+        if step == 2:
+            model.model.layers[1].mlp.gate.e_score_correction_bias[5] += 1.0
+
+    verdict = compared(tmp_path, "DeepseekV3ForCausalLM", torch.bfloat16, level, broken)
+    assert verdict.first is not None
+    assert verdict.first.step == 2
+    assert verdict.first.path == "model.layers.1.mlp.gate"
 
 
 def test_an_expert_that_errs_is_named_beside_choices_that_rounding_turns(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,10 @@ from tracediff.events import Event, Pair
 from tracediff.trace import Trace
 from tracediff.trace.summary import sketched_distance
 
-_HEADROOM: Final = 8.0
+_HEADROOM: Final = 2.0
+"""More choices than expected that scores may turn that are known to be as far apart."""
+_BOUND_HEADROOM: Final = 8.0
+"""The same of scores of which only a bound is known."""
 _FEW: Final = 4
 """Choices that may be turned however close the scores are; see `_expected`."""
 
@@ -36,7 +39,8 @@ class Turned:
         count: How many rows of scores; estimated, where the values were not kept.
         rows: Of how many.
         apart: Relative difference (L2) of the scores.
-        margin: Largest difference of two scores that changed places, None where none were kept.
+        margin: Largest difference of two scores that changed places; None where none were kept, or
+            they are not all that counts.
     """
 
     count: int
@@ -73,11 +77,15 @@ class Choices:
         if same is not None:
             return same  # handed on
         values, candidates = read_pair(self._traces, pair), [*self._candidates(a)]
+        # Hidden states have the shape of scores, too, and are wider.
+        candidates.sort(key=lambda each: each.baseline.shape[-1])
         if values is not None:
-            found = next(filter(None, (self._seen(values, each) for each in candidates)), None)
-        else:  # hidden states have the shape of scores, too, and are wider
-            fewest = min(candidates, key=lambda each: each.baseline.shape[-1], default=None)
-            found = None if fewest is None else self._estimated(pair, fewest)
+            seen = [*filter(None, (self._seen(values, each) for each in candidates))]
+            found = next(filter(None, (each.by_size() for each in seen)), None)
+            if found is None and seen:
+                found = seen[0].by_count()
+        else:
+            found = self._estimated(pair, candidates[0]) if candidates else None
         if found is not None:
             self._found[a.digest, b.digest] = found
         return found
@@ -94,30 +102,22 @@ class Choices:
             ):
                 yield scores
 
-    def _seen(self, chosen: tuple[_Array, _Array], scores: Pair) -> Turned | None:
-        """From the values: on each side the chosen ones are the largest."""
+    def _seen(self, chosen: tuple[_Array, _Array], scores: Pair) -> _Seen | None:
+        """The choices of both sides, from the values; None where they are none among the scores."""
         read = read_pair(self._traces, scores)
         if read is None:
             return None
-        rows = [_rows(values.astype(np.float64), values.shape[-1]) for values in read]
-        a, b = (_picked(ids, each.shape) for ids, each in zip(chosen, rows, strict=True))
-        if a is None or b is None or not (_are_largest(rows[0], a) and _are_largest(rows[1], b)):
+        a, b = (_rows(values.astype(np.float64), values.shape[-1]) for values in read)
+        picked = [_picked(ids, each.shape) for ids, each in zip(chosen, (a, b), strict=True)]
+        if picked[0] is None or picked[1] is None:
             return None
-        differ = (a != b).any(axis=-1)
-        margin = 0.0
-        if differ.any():
-            left = np.where(a & ~b, rows[0], -np.inf).max(axis=-1)
-            came = np.where(b & ~a, rows[0], np.inf).min(axis=-1)
-            margin = float((left - came)[differ].max())
-        size = float(np.linalg.norm(rows[0])) or 1.0
-        apart = float(np.linalg.norm(rows[0] - rows[1])) / size
-        return Turned(int(differ.sum()), len(rows[0]), apart, margin)
+        return _Seen(a, b, picked[0], picked[1])
 
     def _estimated(self, pair: Pair, scores: Pair) -> Turned | None:
         """From sketches or norms: no more choices differ than scores that far apart may turn."""
         a, b = pair.baseline, pair.target
         options, rows = scores.baseline.shape[-1], math.prod(scores.baseline.shape[:-1])
-        apart = self._ledger.level(scores).carry
+        apart, headroom = self._apart(scores)
         if a.sketch is not None and b.sketch is not None:
             distance = sketched_distance(a.sketch, b.sketch)
             squares = distance * distance
@@ -125,9 +125,57 @@ class Choices:
             squares = abs(norm(a) * norm(a) - norm(b) * norm(b))
         # Two numbers below n, taken at random, differ by the root of (n^2 - 1) / 6.
         count = squares * 6 / max(1, options**2 - 1)
-        if not count <= _FEW + _expected(apart, options, rows):  # NaN, too
+        if not count <= _FEW + headroom * _expected(apart, options, rows):  # NaN, too
             return None
         return Turned(max(1, min(rows, round(count))), rows, apart, None)
+
+    def _apart(self, scores: Pair) -> tuple[float, float]:
+        """How far scores are apart (L2, relative) by their sketches, or else may be by rounding,
+        and the head-room that this takes."""
+        a, b = scores.baseline, scores.target
+        if a.sketch is None or b.sketch is None or not (size := norm(a)):
+            return self._ledger.level(scores).carry, _BOUND_HEADROOM
+        return sketched_distance(a.sketch, b.sketch) / size, _HEADROOM
+
+
+class _Seen(NamedTuple):
+    """Scores and what each side chose among them: shape (rows, options)."""
+
+    a: _Array
+    b: _Array
+    picked_a: NDArray[np.bool_]
+    picked_b: NDArray[np.bool_]
+
+    @property
+    def differ(self) -> NDArray[np.bool_]:
+        """Rows that choose otherwise."""
+        found: NDArray[np.bool_] = (self.picked_a != self.picked_b).any(axis=-1)
+        return found
+
+    @property
+    def apart(self) -> float:
+        return float(np.linalg.norm(self.a - self.b)) / (float(np.linalg.norm(self.a)) or 1.0)
+
+    def by_size(self) -> Turned | None:
+        """Where on each side the chosen scores are the largest."""
+        if not (_are_largest(self.a, self.picked_a) and _are_largest(self.b, self.picked_b)):
+            return None
+        differ, margin = self.differ, 0.0
+        if differ.any():
+            left = np.where(self.picked_a & ~self.picked_b, self.a, -np.inf).max(axis=-1)
+            came = np.where(self.picked_b & ~self.picked_a, self.a, np.inf).min(axis=-1)
+            margin = float((left - came)[differ].max())
+        return Turned(int(differ.sum()), len(differ), self.apart, margin)
+
+    def by_count(self) -> Turned | None:
+        """Where they are on neither, as of a router that adds a bias or takes the best groups of
+        experts first, and no more choices differ than scores that far apart turn."""
+        if _are_largest(self.a, self.picked_a) or _are_largest(self.b, self.picked_b):
+            return None
+        count, (rows, options) = int(self.differ.sum()), self.a.shape
+        if count > _FEW + _HEADROOM * _expected(self.apart, options, rows):
+            return None
+        return Turned(count, rows, self.apart, None)
 
 
 def told(judged: Iterable[Judged]) -> list[str]:
@@ -163,12 +211,12 @@ def _choose(scores: Event, chosen: Event) -> bool:
 
 
 def _expected(apart: float, options: int, rows: int) -> float:
-    """How many choices scores that far apart may turn, with head-room.
+    """How many choices scores that far apart may turn.
 
     The scores of a row lie about 1/n of their spread from the next one, with density n where they
     touch: a difference of `apart` turns the fraction n * apart.
     """
-    return _HEADROOM * options * apart * rows
+    return options * apart * rows
 
 
 def _rows(values: _Array, width: int) -> _Array:
