@@ -1,6 +1,6 @@
 """`python -m benchmarks.overhead`: what recording costs.
 
-`--job tiny`: a tiny Qwen3 (hidden 256, four layers, 2.6 million parameters), a batch of 2 x 64
+`--job tiny`: a tiny Qwen3 (hidden 256, four layers, 2.9 million parameters), a batch of 2 x 64
 tokens, forward and backward: fixed costs rule. `--job llama`: a Llama (hidden 512, eight layers,
 vocabulary 8192), a batch of 4 x 256 tokens, forward, backward and AdamW. `--job events`: a hundred
 modules in a row on 16 numbers, so that nothing but the fixed cost of an event is left. On PyTorch
@@ -43,7 +43,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
 }
 
 TINY: Final = {
-    "vocab_size": 1024,
+    "vocab_size": 2048,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 4,
