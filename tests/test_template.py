@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,20 @@ def test_what_is_stored_must_be_of_the_open_step(tmp_path: Path) -> None:
         writer.commit_step()
         with pytest.raises(ValueError, match="committed already"):
             writer.store((1, "forward", "m", 0, "out"), 0, (), digest(array), "float64", array)
+
+
+def test_equal_steps_make_equal_files(tmp_path: Path) -> None:
+    """Groups come in one order, whatever order this process has for sets of texts."""
+    values = list(some(np.random.default_rng(0), 0))
+    with TraceWriter(tmp_path / "t", RUN) as writer:
+        write(writer, 0, values, "add")
+    with zipfile.ZipFile(tmp_path / "t/segments/0/00000000.zip") as archive:
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        groups = [
+            entry.filename.removesuffix("zarr.json") for entry in entries
+            if entry.filename.endswith("zarr.json") and b'"group"' in archive.read(entry)
+        ]  # fmt: skip
+    *inner, root = groups
+    assert len(inner) > 5
+    assert inner == sorted(inner)
+    assert root == ""
