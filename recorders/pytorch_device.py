@@ -1,9 +1,9 @@
 """Tensors on other devices: where no payloads are kept, what is kept is found where they lie; else
 they are copied.
 
-Nothing waits for the device before the end of the step. Kernels are queued behind those that make a
-value, before any that change it; what they find comes to pinned memory of the host meanwhile, and
-the events are written once it is there.
+Events do not wait for the device one by one. Kernels are queued behind those that make a value,
+before any that change it; what they find comes to pinned memory of the host meanwhile, and the events
+are written once it is there: at the end of the step, or where somebody asks for a norm.
 """
 
 from __future__ import annotations
