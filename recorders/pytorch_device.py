@@ -2,7 +2,7 @@
 they are copied.
 
 Events do not wait for the device one by one. Kernels are queued behind those that make a value,
-before any that change it; what they find comes to pinned memory of the host meanwhile, and the events
+before any that change it; what they find comes to pinned memory of the host meanwhile. The events
 are written once it is there: at the end of the step, or where somebody asks for a norm.
 """
 
