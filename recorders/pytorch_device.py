@@ -95,7 +95,7 @@ class DeviceReader:
         """
         self._note = note
         self._is_elsewhere = is_elsewhere
-        self._smallest = smallest
+        self._smallest = max(smallest, parts.SHORTEST)
         self._agrees: dict[tuple[torch.device, torch.dtype], bool] = {}
 
     def read_part(self, tensor: torch.Tensor) -> tuple[NDArray[Any] | Deferred | None, str]:

@@ -40,7 +40,7 @@ NOTES: list[str] = []
 
 
 def reading(note: Callable[[str], None] = NOTES.append) -> DeviceReader:
-    return DeviceReader(note, is_elsewhere=lambda tensor: True, smallest=256)
+    return DeviceReader(note, is_elsewhere=lambda tensor: True, smallest=1)
 
 
 @pytest.fixture(scope="module")
