@@ -57,7 +57,7 @@ class Recorder(recording.Recorder):
         state = State(tape, self._roots)
         gc.collect()  # an optimizer or a compiled step that nobody holds any more does not count
         # Undone last: until then a wrapper may still be running.
-        patches.on_undo(setattr, state, "active", False)
+        patches.on_undo(setattr, state, "recording", False)
         consumers = Consumers(tape, "mlx", _position)
         CompileHooks(state, patches).install()
         DeferralHooks(state, patches).install()

@@ -14,7 +14,7 @@ import mlx.core as mx
 from numpy.typing import NDArray
 
 from tracediff.deferred import Deferred
-from tracediff.forks import process_id
+from tracediff.forks import Recording
 from tracediff.recorders.mlx_arrays import Ports, to_numpy
 from tracediff.recorders.mlx_roots import Roots
 from tracediff.recording import Frame, Patches, Tape
@@ -57,7 +57,7 @@ class NamedArray:
 
 
 @dataclass(eq=False, slots=True)
-class State:
+class State(Recording):
     """The tape, the names of modules, and where in the training step the run is.
 
     Attributes:
@@ -92,7 +92,6 @@ class State:
     thread: int = 0
     stage: str = ""
     operations: Any = None
-    active: bool = True
     defers: bool = True
     readable: bool = True
     skipped: Callable[[Any, bool], Any] | None = None
@@ -100,12 +99,9 @@ class State:
     _grads: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _grads_step: int = 0
     _names: dict[int, NamedArray] = field(default_factory=dict)
-    _process: int = field(default_factory=process_id)
 
-    @property
-    def recording(self) -> bool:
-        """Whether values may be recorded: a forked worker must not write to this trace."""
-        return self.active and process_id() == self._process
+    def __post_init__(self) -> None:
+        Recording.__init__(self)
 
     @property
     def evaluating(self) -> bool:

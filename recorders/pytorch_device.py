@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from tracediff.deferred import Deferred, Waiting
-from tracediff.kernels import parts
+from tracediff.kernels import parts, unpacked
 from tracediff.recorders.pytorch_tensors import (
     ORDINARY,
     from_numpy,
@@ -165,9 +165,10 @@ class DeviceReader:
             return False
         sketch = np.empty(parts.SKETCH_SIZE)
         digest, statistics = summary(array, brief=True, buckets=sketch)
-        pairs: Any = (found.summary.fingerprint, statistics), (found.summary.sketch, sketch)
+        known = found.summary
+        pairs: Any = (unpacked(known.statistics), unpacked(statistics)), (known.sketch, sketch)
         is_equal = [np.array_equal(there, here, equal_nan=True) for there, here in pairs]
-        return found.summary.digest == digest and all(is_equal)
+        return known.digest == digest and all(is_equal)
 
 
 def device_reader(tape: Tape) -> DeviceReader | None:

@@ -169,7 +169,7 @@ class ModuleHooks:
     ) -> Any:
         for callback in self.on_call:
             callback(call.module)
-        state, tape, is_new = self._state, self._state.tape, self.is_new
+        state, tape, is_new = self._state, self._state.tape, self._repeated is None
         frame: Any = self.begin(path, type(call.module).__name__)
         try:
             orders = self._emit(tape.emit_in, frame, ports, settings) if is_new else {}
@@ -236,7 +236,7 @@ class ModuleHooks:
         are on the tape already, but only now does it have gradients. None where there was none.
         """
         state = self._state
-        frame = state.tape.enter(path, op) if self.is_new else self._next_repeated(op)
+        frame = state.tape.enter(path, op) if self._repeated is None else self._next_repeated(op)
         state.open.append(frame)
         if frame is not None:
             for segment in state.segments:
@@ -274,14 +274,15 @@ class ModuleHooks:
         ports: Ports,
         settings: Mapping[str, Any] | None = None,
     ) -> dict[str, int]:
-        orders = {}
+        orders, state = {}, self._state
         attributes = {"skipped": ports.skipped} if ports.skipped else settings
         for port, tensor in ports.tensors:
-            array, shard = self._state.read_part(tensor)
+            array, shard = state.read_part(tensor)
             if array is None:
-                self._state.tape.note("tensors without plain values of their own were left out")
+                state.tape.note("tensors without plain values of their own were left out")
                 continue
-            dims, twin = hidden_dims(tensor, self._batch), self._state.twin(tensor)
+            dims = hidden_dims(tensor, self._batch)
+            twin = None if state.twin is None else state.twin(tensor)
             orders[port] = emit(frame, port, array, dims, attributes, shard=shard, twin=twin)
             attributes = None
         return orders
@@ -292,13 +293,15 @@ class ModuleHooks:
         """Records the gradient of an output that has values, when there is one."""
         # A leaf outlives the step, and so would its hook; parameters have hooks of their own.
         if tensor.requires_grad and not tensor.is_leaf:
-            _hook(tensor, self._state.emit_grad, frame, "grad_" + port, dims)
+            register: Any = tensor.register_hook
+            register(_Hook(self._state.emit_grad, frame, "grad_" + port, dims))
 
     def _hook_parameters(self) -> None:
         """Records what each backward pass contributes to a parameter, before it is accumulated."""
         for tensor, named in self._state.roots.trainable():
             if self._hooked.get(tensor) is None:
-                handle = _hook(tensor, self._parameter_grad, named)
+                register: Any = tensor.register_hook
+                handle = register(_Hook(self._parameter_grad, named))
                 self._hooked.set(tensor, handle)
                 self._patches.on_undo(handle.remove)
 
@@ -325,7 +328,7 @@ class ModuleHooks:
             dims=named.dims,
             shard=shard,
             inputs=inputs,
-            twin=state.twin(grad),
+            twin=None if state.twin is None else state.twin(grad),
         )
 
     def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -377,9 +380,3 @@ class ModuleHooks:
             self._repeated = outer
             if caller:
                 state.open.pop()
-
-
-def _hook(tensor: torch.Tensor, record: Callable[..., None], *known: Any) -> Any:
-    """Has a function called with what is known and the gradient, when there is one."""
-    register: Any = tensor.register_hook
-    return register(_Hook(record, *known))

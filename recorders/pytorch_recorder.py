@@ -71,7 +71,7 @@ class Recorder(BaseRecorder):
             self._run_eagerly()
         DataLoaderHooks(state, consumers, patches).install()
         patches.on_undo(watch_generators(self.tape, self.generators, _fresh_state))
-        patches.on_undo(setattr, state, "active", False)
+        patches.on_undo(setattr, state, "recording", False)
 
     # ---- compiled functions ----------------------------------------------------------------
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from tracediff.checkpoint import Checkpoints
-from tracediff.forks import process_id
+from tracediff.forks import Recording
 from tracediff.recorders.pytorch_roots import Roots
 from tracediff.recorders.pytorch_tensors import Ports, read_part
 from tracediff.recording import Frame, Tape
 
 
-class State:
+class State(Recording):
     """The tape, the names of modules and parameters, and where in the training step the run is.
 
     Attributes:
@@ -34,10 +34,10 @@ class State:
         segments: For each reentrant checkpoint that runs for the first time, its calls so far.
         twin: Where operations are recorded without payloads, finds the event of an operation that
             holds a tensor's value.
-        active: Whether the recorder is attached; hooks on tensors outlive it.
     """
 
     def __init__(self, tape: Tape) -> None:
+        super().__init__()
         self.tape = tape
         self.checkpoints = Checkpoints(tape)
         self.roots = Roots(tape, self.checkpoints)
@@ -51,17 +51,10 @@ class State:
         self.repeating = False
         self.thread = 0
         self.read_part: Callable[[torch.Tensor], tuple[Any, str]] = read_part
-        self.twin: Callable[[torch.Tensor], int | None] = no_twin
-        self.active = True
+        self.twin: Callable[[torch.Tensor], int | None] | None = None
         self._sources: tuple[int, tuple[int, ...]] = (0, ())
         self._emitted: dict[tuple[str, int, str], int] = defaultdict(int)
         self._emitted_step = 0
-        self._process = process_id()
-
-    @property
-    def recording(self) -> bool:
-        """Whether values may be recorded: a forked worker must not write to this trace."""
-        return self.active and process_id() == self._process
 
     @property
     def evaluating(self) -> bool:
@@ -96,7 +89,8 @@ class State:
         array, shard = self.read_part(grad)
         if array is not None:
             port = self.unique(frame.path, frame.call, port)
-            self.tape.emit_grad(frame, port, array, dims, shard, self.twin(grad))
+            twin = None if self.twin is None else self.twin(grad)
+            self.tape.emit_grad(frame, port, array, dims, shard, twin)
 
     def unique(self, path: str, call: int, port: str) -> str:
         """`port`, or `port@1`, `port@2` ... where one call is differentiated several times."""
@@ -115,10 +109,6 @@ class State:
         if array is None:
             return ()
         return (self.tape.emit(phase, path, port, array, shard=shard, **extra),)
-
-
-def no_twin(tensor: torch.Tensor) -> None:
-    """Where operations are not recorded, or their payloads are kept."""
 
 
 def in_backward() -> bool:

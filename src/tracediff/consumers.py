@@ -39,15 +39,14 @@ class Consumers:
         self._path = path
         self._position = position
         self._seen = position()
-        self._watching = True
+        self._watching = False
         self._drawn = False
         self._step = -1
         self._count = 0
         self._outside = SCRIPT
         tape.on_step_start.append(self._start)
         tape.on_step_end.append(self._end)
-        tape.on_enter.append(self._enter)
-        tape.on_exit.append(self._exit)
+        self._watch(True)
 
     def mark(self, by: str) -> None:
         """Says who has drawn whatever was drawn since the last call."""
@@ -102,15 +101,25 @@ class Consumers:
 
     def _end(self) -> None:
         self.mark(SCRIPT)
-        self._watching, self._drawn = self._drawn or self._tape.rerun is not None, False
+        self._watch(self._drawn or self._tape.rerun is not None)
+        self._drawn = False
+
+    def _watch(self, wanted: bool) -> None:
+        """Looks at the generator wherever a call begins and ends, or no longer does."""
+        if wanted == self._watching:
+            return
+        self._watching = wanted
+        for callbacks, own in (
+            (self._tape.on_enter, self._enter),
+            (self._tape.on_exit, self._exit),
+        ):
+            (callbacks.append if wanted else callbacks.remove)(own)
 
     def _enter(self, frame: Frame) -> None:
-        if self._watching:
-            self.mark(_name(frame.parent))
+        self.mark(_name(frame.parent))
 
     def _exit(self, frame: Frame) -> None:
-        if self._watching:
-            self.mark(_name(frame))
+        self.mark(_name(frame))
 
 
 def _name(frame: Frame | None) -> str:

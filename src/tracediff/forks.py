@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 import os
+import weakref
+from typing import Final
 
+
+class Recording:
+    """What is asked with every value, so that it is no more than an attribute.
+
+    Attributes:
+        recording: Whether values may be recorded: not in a forked child, nor once that is over.
+    """
+
+    __slots__ = ("__weakref__", "recording")
+
+    def __init__(self) -> None:
+        self.recording = True
+        _all[id(self)] = self
+
+
+_all: Final[weakref.WeakValueDictionary[int, Recording]] = weakref.WeakValueDictionary()
 _known = os.getpid()
 
 
@@ -15,6 +33,8 @@ def process_id() -> int:
 def _begin_child() -> None:
     global _known
     _known = os.getpid()
+    for each in _all.values():
+        each.recording = False
 
 
 os.register_at_fork(after_in_child=_begin_child)

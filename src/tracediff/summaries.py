@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.kernels import every, pack
+from tracediff.kernels import every, pack, packed
 from tracediff.trace.summary import SKETCH_SIZE, digest, fingerprint, sketch, summary
 
 SAMPLED: Final = 1 << 16
@@ -27,12 +27,13 @@ class Summary(NamedTuple):
     """What is known of a value, see `trace.summary`; the sketch is a whole one.
 
     Attributes:
+        statistics: The fingerprint as `kernels.packed`, of an array.
         sample: As `sample_of`, where that was asked for.
     """
 
     digest: bytes
     dtype: str = ""
-    fingerprint: tuple[float, ...] = ()
+    statistics: bytes = b""
     sketch: NDArray[np.float64] | None = None
     sample: bytes = b""
 
@@ -93,7 +94,7 @@ class Summaries:
         known = self._known.get(key) or self._known_before.get(key)
         self._is_new.append(known is None)
         if known is None:
-            statistics = statistics or fingerprint(array, brief=self._brief)
+            statistics = statistics or packed(fingerprint(array, brief=self._brief))
             sample = sample_of(array) if sampled and self._sampled else b""
             known = Summary(of_value, dtype, statistics, total, sample)
         elif sampled and self._sampled and not known.sample and (sample := sample_of(array)):
@@ -114,12 +115,10 @@ class Summaries:
         return row
 
     def packed(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The array in C order, once for all that is done with it.
+        """A copy in C order of an array that is not, once for all that is done with it.
 
-        A copy lasts until the next one, in the same memory: new memory costs as much as copying.
+        It lasts until the next one, in the same memory: new memory costs as much as copying.
         """
-        if array.flags.c_contiguous:
-            return array
         if array.nbytes > LARGEST_SCRATCH:
             return np.ascontiguousarray(array)
         if array.nbytes > self._scratch.size:

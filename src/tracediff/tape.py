@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from tracediff.deferred import Deferred, Waiting
 from tracediff.events import Site, sample_step
 from tracediff.frames import Frame
+from tracediff.kernels import unpacked
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import user_line
 from tracediff.summaries import Found, Summaries, Summary, name_of, still
 from tracediff.trace import BufferedWriter, TraceWriter
+from tracediff.trace.rows import About
 from tracediff.trace.summary import Plain, digest, digest_value, euclidean_norm, plain
-from tracediff.unwritten import Recorded, Unwritten
+from tracediff.unwritten import Unwritten
 
 SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
 """Stages whose events carry the line of the user's code that caused them."""
@@ -34,6 +36,10 @@ _BATCH_KINDS: Final = {
 }
 
 _NOTHING: Final = Plain()
+
+Recorded = tuple[int, About, str, Plain, int | None]
+"""What is known of an event before its value: order, the same in steps that are alike, kind,
+attributes, and the order of its twin; see `Tape.emit`."""
 
 Given = Callable[[Site], NDArray[Any] | None]
 """What a call is to be run on in place of the value it computed at an input's site, or None."""
@@ -166,8 +172,7 @@ class Tape:
                 callback()
         parent = self.current
         source = source or (parent.source if parent else user_line())
-        frame = Frame(path, self.next_call(phase, path), op, phase, parent, source)
-        frame.step = self.step
+        frame = Frame(path, self.next_call(phase, path), op, phase, parent, source, self.step)
         self.seen_model = True
         if parent is not None:
             parent.children.append(frame)
@@ -195,7 +200,7 @@ class Tape:
         if order < 0:  # in a step that a rerun skips
             return 0.0
         self.settle()
-        return euclidean_norm(self._emitted[order].fingerprint)
+        return euclidean_norm(unpacked(self._emitted[order].statistics))
 
     def frame_of(self, path: str) -> Frame | None:
         """The last call of `path` in this step."""
@@ -218,10 +223,11 @@ class Tape:
             twin: See `emit`.
         """
         inputs = frame.parent.available() if frame.parent else self._from_batch(array)
-        order = self._add(
-            frame.phase, frame.path, port, array, kind, frame.call, frame.op, frame.source,
-            dims, shard, inputs if frame.step == self.step else (), attributes, twin,
+        about = (
+            frame.phase, frame.path, frame.call, port, frame.op, frame.source, dims, shard,
+            inputs if frame.step == self.step else (),
         )  # fmt: skip
+        order = self._add(about, array, kind, attributes, twin)
         frame.ins.append(order)
         return order
 
@@ -236,11 +242,11 @@ class Tape:
         twin: int | None = None,
     ) -> int:
         """Records an output of a call, computed from its inputs and its children's outputs."""
-        inputs = frame.available()
-        order = self._add(
-            frame.phase, frame.path, port, array, "tensor", frame.call, frame.op, frame.source,
-            dims, shard, inputs if frame.step == self.step else (), attributes, twin,
+        about = (
+            frame.phase, frame.path, frame.call, port, frame.op, frame.source, dims, shard,
+            frame.available() if frame.step == self.step else (),
         )  # fmt: skip
+        order = self._add(about, array, "tensor", attributes, twin)
         frame.outs.append(order)
         if frame.parent is not None:
             frame.parent.made.append(order)
@@ -275,12 +281,13 @@ class Tape:
         Where the call was in an earlier step (a generator, whose loss comes after the update of
         the discriminator), the gradient has no edges: orders count within a step.
         """
-        inputs = frame.downstream()
-        order = self._add(
-            "backward", frame.path, port, array, "tensor", frame.call, frame.op, frame.source,
-            dims, shard, inputs if frame.step == self.step else (), None, twin,
+        is_now = frame.step == self.step
+        about = (
+            "backward", frame.path, frame.call, port, frame.op, frame.source, dims, shard,
+            frame.downstream() if is_now else (),
         )  # fmt: skip
-        if frame.step == self.step:
+        order = self._add(about, array, "tensor", None, twin)
+        if is_now:
             frame.grads.append(order)
         return order
 
@@ -316,48 +323,36 @@ class Tape:
                 view of it, say. Where no payload is kept, and some elements are found to be the
                 same, its summary is that of this value, too.
         """
+        if isinstance(value, np.generic):
+            value = np.asarray(value)
         if kind is None:
-            is_array = isinstance(value, np.ndarray | np.generic | Deferred)
+            is_array = isinstance(value, np.ndarray | Deferred)
             kind = "tensor" if is_array else "text" if isinstance(value, str) else "setting"
-        return self._add(
-            phase, path, port, value, kind, call, op, source, dims, shard,
-            tuple(inputs), attributes, twin,
-        )  # fmt: skip
+        if not source and phase in SOURCED_STAGES:
+            source = user_line()
+        about = phase, path, call, port, op, source, tuple(dims), shard, tuple(inputs)
+        return self._add(about, value, kind, attributes, twin)
 
     def _add(
         self,
-        phase: str,
-        path: str,
-        port: str,
+        about: About,
         value: Any,
         kind: str,
-        call: int,
-        op: str,
-        source: str,
-        dims: Sequence[str],
-        shard: str,
-        inputs: tuple[int, ...],
         attributes: Mapping[str, Any] | None,
         twin: int | None,
     ) -> int:
         """See `emit`, of which this is what events of calls, nearly all there are, need."""
-        if isinstance(value, np.generic):
-            value = np.asarray(value)
         with self._lock:
             if self.rerun is not None and self.rerun.skips(self.step):
-                if phase == "environment":
-                    self.settings_of_skipped[path] = value
+                if about[0] == "environment":
+                    self.settings_of_skipped[about[1]] = value
                 return -1
-            if not source and phase in SOURCED_STAGES:
-                source = user_line()
             order = self._order
             self._order = order + 1
-            site = self.step, phase, path, call, port
             known = attributes or _NOTHING
             if type(known) is not Plain:
                 known = Plain(plain(known))
-            recorded = site, order, kind, op, source, dims, shard, inputs, known, twin
-            waiting = self.waiting
+            recorded, waiting = (order, about, kind, known, twin), self.waiting
             if (waiting.values or isinstance(value, Deferred)) and waiting.must_wait(value):
                 if waiting.add(value, recorded):
                     self.settle()
@@ -376,30 +371,37 @@ class Tape:
 
     def _write(self, value: Any, recorded: Recorded) -> None:
         """Summarises a value and hands its event to the writer, or keeps it to be handed over."""
-        (_, phase, path, _, port), order, kind, _, _, _, _, _, _, twin = recorded
-        is_array, is_found = isinstance(value, np.ndarray), type(value) is Found
+        order, about, kind, attributes, twin = recorded
+        phase, path, _, port, _, _, _, _, _ = about
         if value is None and kind == "tensor":
             kind = "setting"  # it was deferred, and turned out to have no values
         keep, sketches = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
-        # A payload must have its digest, even where memory was written to unseen since.
-        known = None if twin is None or keep else still(self._emitted.get(twin), value)
-        if is_found:
-            array, summary = None, value.summary
-        elif known is None or (sketches and known.sketch is None):
-            array = self._summaries.packed(value) if is_array else plain(value)
-            if is_array and phase != "rendering":
-                # What an update makes is not looked at again in another shape.
-                summary = self._summaries.of(array, bool(sketches), phase != "optimizer")
+        shape: tuple[int, ...] = ()
+        payload = other = None
+        if isinstance(value, np.ndarray):
+            shape = value.shape
+            # A payload must have its digest, even where memory was written to unseen since.
+            known = None if twin is None or keep else still(self._emitted.get(twin), value)
+            if known is not None and (known.sketch is not None or not sketches):
+                summary = known
             else:
-                summary = self._summarised(phase, path, array, sketches)
+                array = value if value.flags.c_contiguous else self._summaries.packed(value)
+                payload = array if keep else None
+                if phase == "rendering":
+                    summary = self._summarised(phase, path, array, sketches)
+                else:  # what an update makes is not looked at again in another shape
+                    summary = self._summaries.of(array, bool(sketches), phase != "optimizer")
+        elif type(value) is Found:
+            shape, summary = value
         else:
-            array, summary = value, known
+            other = plain(value)
+            summary = self._summarised(phase, path, other, sketches)
         self._emitted[order] = summary
         if phase == "loading" and port == "param":
             self.loaded[path] = summary.digest, summary.dtype
-        shape, other = (value.shape, None) if is_array or is_found else ((), array)
-        payload = array if keep and is_array else None
-        self._unwritten.add(recorded, kind, shape, other, summary, sketches, payload)
+        self._unwritten.add(
+            self.step, order, about, kind, shape, other, summary, sketches, attributes, payload
+        )
 
     def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
         """The summary of a value, with its sketch if one is kept."""

@@ -13,8 +13,9 @@ Arrays are flat (or C-contiguous, where only one is given) and of any dtype that
 from __future__ import annotations
 
 import os
+import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
@@ -58,6 +59,8 @@ STATISTICS: Final = (
     "max",
 )
 """What `fingerprint` finds, in order. Moments and quantiles are of the finite elements."""
+
+_NUMBERS: Final = struct.Struct(f"{len(STATISTICS)}d")
 
 FIGURES: Final = ("max_abs", "delta", "a", "b", "worst", "different", "nonfinite", "used")
 """What `differences` finds for each block. All but `nonfinite` leave out what is not finite on both
@@ -113,13 +116,22 @@ def fingerprint(flat: NDArray[Any], *, full: bool) -> tuple[float, ...]:
         full: Whether to find the third and fourth moment, and of n finite elements those of rank
             `int(q * (n - 1))` for each quantile q. They are NaN otherwise.
     """
-    found: tuple[float, ...] = _engine.fingerprint(flat, full)
-    return found
+    return unpacked(_engine.statistics(flat, full))
+
+
+def unpacked(statistics: bytes) -> tuple[float, ...]:
+    """The numbers that `summary` finds."""
+    return _NUMBERS.unpack(statistics)
+
+
+def packed(numbers: Sequence[float]) -> bytes:
+    """Undoes `unpacked`."""
+    return _NUMBERS.pack(*numbers)
 
 
 def summary(
     flat: NDArray[Any], *, full: bool, buckets: NDArray[np.float64] | None
-) -> tuple[bytes | None, tuple[float, ...]]:
+) -> tuple[bytes | None, bytes]:
     """All of an array in one pass over the memory: what is found of a part stays in the cache.
 
     Args:
@@ -127,9 +139,10 @@ def summary(
 
     Returns:
         xxh3-128 of the bytes, or None where it has to be taken otherwise: the C code has it for
-        more than 240 bytes on processors with AVX2. As `fingerprint`.
+        more than 240 bytes on processors with AVX2. What `fingerprint` finds, as `packed`: of each
+        value that is recorded, it is a tenth of the memory.
     """
-    found: tuple[bytes | None, tuple[float, ...]] = _engine.summary(flat, full, buckets)
+    found: tuple[bytes | None, bytes] = _engine.summary(flat, full, buckets)
     return found
 
 

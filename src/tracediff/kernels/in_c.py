@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 9:
+if _native.interface != 10:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _NAMES: Final = (
@@ -47,14 +47,14 @@ def _typed(flat: NDArray[Any]) -> tuple[NDArray[Any], int]:
     return flat.view(np.uint16) if code == _BFLOAT16 else flat, code
 
 
-def fingerprint(flat: NDArray[Any], full: bool) -> tuple[float, ...]:
+def statistics(flat: NDArray[Any], full: bool) -> bytes:
     """See `tracediff.kernels.fingerprint`."""
     return _native.summary(*_typed(flat), full, False, None)[1]
 
 
 def summary(
     flat: NDArray[Any], full: bool, total: NDArray[np.float64] | None
-) -> tuple[bytes | None, tuple[float, ...]]:
+) -> tuple[bytes | None, bytes]:
     """See `tracediff.kernels.summary`."""
     code = _CODES.get(flat.dtype)
     hashed = code is not None  # else it is read as numbers of another width or byte order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from functools import lru_cache
 from typing import Any, Final
@@ -23,7 +24,7 @@ _SKETCH_SEED: Final = 0x9E3779B97F4A7C15
 _INTEGER_OF_WIDTH: Final = {1: "i1", 2: "i2", 4: "i4", 8: "i8"}
 
 
-def fingerprint(array: NDArray[Any], full: bool) -> tuple[float, ...]:
+def statistics(array: NDArray[Any], full: bool) -> bytes:
     """See `tracediff.kernels.fingerprint`. Sums differ from those of the C code by their rounding:
     in its order they would take three times as long here."""
     flat = array.reshape(-1)
@@ -34,8 +35,8 @@ def fingerprint(array: NDArray[Any], full: bool) -> tuple[float, ...]:
             found.add(flat[start : start + _PART], buffers)
     count = flat.size - found.nan - found.inf
     if not count:
-        return (float(flat.size), float(found.nan), float(found.inf), *([0.0] * 13))
-    statistics = (
+        return struct.pack("16d", flat.size, found.nan, found.inf, *[0.0] * 13)
+    numbers = (
         found.zero,
         found.sum / count,
         found.abs / count,
@@ -47,17 +48,18 @@ def fingerprint(array: NDArray[Any], full: bool) -> tuple[float, ...]:
         found.high,
     )
     # Adding zero makes -0.0 the 0.0 that it equals, so that one value has one fingerprint.
-    counts = (float(flat.size), float(found.nan), float(found.inf))
-    return counts + tuple([number + 0.0 for number in statistics])
+    return struct.pack(
+        "16d", flat.size, found.nan, found.inf, *[number + 0.0 for number in numbers]
+    )
 
 
 def summary(
     array: NDArray[Any], full: bool, total: NDArray[np.float64] | None
-) -> tuple[bytes | None, tuple[float, ...]]:
+) -> tuple[bytes | None, bytes]:
     """See `tracediff.kernels.summary`."""
     if total is not None:
         total[:] = signed_buckets(array)
-    return None, fingerprint(array, full)
+    return None, statistics(array, full)
 
 
 def digest_of_blocks(sums: NDArray[Any], tail: NDArray[Any], size: int) -> None:

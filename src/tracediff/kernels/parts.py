@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.kernels import BLOCK, digest_of_blocks
+from tracediff.kernels import BLOCK, digest_of_blocks, packed
 from tracediff.kernels import SKETCH_SIZE as SKETCH_SIZE
 
 HASHED: Final = 1024
@@ -67,8 +67,9 @@ def places(elements: int, nbytes: int) -> Places:
 
 def put_together(
     words: NDArray[np.uint64], elements: int, nbytes: int
-) -> tuple[bytes | None, tuple[float, ...], NDArray[np.float64]]:
-    """Digest (None where the C code cannot find it), brief statistics and sketch of a value.
+) -> tuple[bytes | None, bytes, NDArray[np.float64]]:
+    """Digest (None where the C code cannot find it), brief statistics (as `summary` has them) and
+    sketch of a value.
 
     Args:
         words: What was found of its parts, see `Places`.
@@ -85,7 +86,7 @@ def put_together(
     zero, nan, inf = moments[:, 5:].sum(axis=0).tolist()
     count = float(elements)
     if not (finite := count - nan - inf):
-        return found, (count, nan, inf, *[0.0] * 13), total
+        return found, packed((count, nan, inf, *[0.0] * 13)), total
     low, high = float(moments[:, 3].min()), float(moments[:, 4].max())
     statistics = (
         zero,
@@ -97,4 +98,5 @@ def put_together(
         *[math.nan] * 5,
         high,
     )
-    return found, (count, nan, inf, *[number + 0.0 for number in statistics]), total
+    numbers = count, nan, inf, *[number + 0.0 for number in statistics]
+    return found, packed(numbers), total

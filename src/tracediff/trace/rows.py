@@ -7,49 +7,38 @@ them need not be made again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.events import Event, Site
+from tracediff.kernels import packed, unpacked
 from tracediff.trace.summary import FINGERPRINT_FIELDS, shortened
 
-Head = tuple[
-    int,
-    str,
-    str,
-    int,
-    str,
-    str,
-    str,
-    str,
-    str,
-    tuple[int, ...],
-    tuple[str, ...],
-    str,
-    tuple[int, ...],
-    int,
-]
-"""What of an event is the same in steps that are alike: order, the fields of its site but for the
-step, kind, op, source, dtype, shape, dims, shard, inputs, and the buckets of its sketch (0 for
-none)."""
+About = tuple[str, str, int, str, str, str, tuple[str, ...], str, tuple[int, ...]]
+"""What is known of an event before its value: phase, path, call and port of its site, then op,
+source, dims, shard and inputs."""
+
+Head = tuple[int, About, str, str, tuple[int, ...], int]
+"""What of an event is the same in steps that are alike: order, what is known before its value,
+kind, dtype, shape, and the buckets of its sketch (0 for none)."""
 
 Row = tuple[
     Head,
     bytes,
-    tuple[float, ...],
+    bytes,
     NDArray[np.float64] | None,
     str | None,
     Any,
     Mapping[str, Any],
 ]
-"""An event: its head, then its digest, fingerprint, sketch, the place of its payload, its value and
-its attributes. The sketch may be a whole one where the head says that a short one is kept."""
+"""An event: its head, then its digest, fingerprint (as `kernels.packed`, empty for none), sketch,
+the place of its payload, its value and its attributes. The sketch may be a whole one where the head
+says that a short one is kept."""
 
 _WIDTH: Final = len(FINGERPRINT_FIELDS)
-_NO_STATISTICS: Final = (float("nan"),) * _WIDTH
+_NO_STATISTICS: Final = packed([float("nan")] * _WIDTH)
 
 
 class Fields(NamedTuple):
@@ -71,6 +60,16 @@ class Fields(NamedTuple):
     buckets: tuple[int, ...]
 
 
+def _fields(heads: list[Head]) -> Fields:
+    if not heads:
+        return Fields(*[()] * len(Fields._fields))
+    order, about, kind, dtype, shape, buckets = zip(*heads, strict=True)
+    phase, path, call, port, op, source, dims, shard, inputs = zip(*about, strict=True)
+    return Fields(
+        order, phase, path, call, port, kind, op, source, dtype, shape, dims, shard, inputs, buckets
+    )
+
+
 class Outline:
     """What a step is but for the values of its events: equal to itself only, so that what is made
     of it can be kept.
@@ -82,7 +81,7 @@ class Outline:
 
     def __init__(self, heads: list[Head]) -> None:
         self.heads = heads
-        self.fields = fields = Fields(*zip(*heads, strict=True)) if heads else Fields(*[()] * 14)
+        self.fields = fields = _fields(heads)
         self.orders = np.array(fields.order, np.int64)
         self.calls = np.array(fields.call, np.int64)
         held = np.array(fields.buckets, np.int64)
@@ -114,9 +113,8 @@ class Rows:
             self.values,
             self.attributes,
         ) = fields
-        flat = chain.from_iterable([found or _NO_STATISTICS for found in self.fingerprints])
-        table = np.fromiter(flat, np.float64, _WIDTH * len(rows))
-        self.statistics = table.reshape(len(rows), _WIDTH)
+        table = b"".join([found or _NO_STATISTICS for found in self.fingerprints])
+        self.statistics = np.frombuffer(table).reshape(len(rows), _WIDTH)
         self.sketches = {
             size: _table([sketches[place] for place in places.tolist()], size)
             for size, places in outline.sketched.items()
@@ -147,30 +145,29 @@ def order_of(row: Row) -> int:
 def row_of(event: Event) -> Row:
     """An event as a row."""
     site, sketch = event.site, event.sketch
-    head = (
-        event.order,
+    about = (
         site.phase,
         site.path,
         site.call,
         site.port,
-        event.kind,
         event.op,
         event.source,
-        event.dtype,
-        event.shape,
         event.dims,
         event.shard,
         event.inputs,
-        0 if sketch is None else sketch.size,
     )
-    values = event.digest, event.fingerprint, sketch, event.payload, event.value, event.attributes
+    size = 0 if sketch is None else sketch.size
+    head = event.order, about, event.kind, event.dtype, event.shape, size
+    statistics = packed(event.fingerprint) if event.fingerprint else b""
+    values = event.digest, statistics, sketch, event.payload, event.value, event.attributes
     return head, *values
 
 
 def event_of(step: int, row: Row) -> Event:
     """Undoes `row_of`."""
-    head, digest, fingerprint, sketch, payload, value, attributes = row
-    order, phase, path, call, port, kind, op, source, dtype, shape, dims, shard, inputs, size = head
+    head, digest, statistics, sketch, payload, value, attributes = row
+    order, about, kind, dtype, shape, size = head
+    phase, path, call, port, op, source, dims, shard, inputs = about
     if sketch is not None and sketch.size != size:
         sketch = shortened(sketch) if size else None
     return Event(
@@ -184,7 +181,7 @@ def event_of(step: int, row: Row) -> Event:
         dims=dims,
         shard=shard,
         digest=digest,
-        fingerprint=fingerprint,
+        fingerprint=unpacked(statistics) if statistics else (),
         sketch=sketch,
         inputs=inputs,
         payload=payload,

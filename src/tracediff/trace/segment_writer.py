@@ -142,7 +142,7 @@ class SegmentWriter:
 
 def as_written(row: Row, of_value: bytes, payload: str | None) -> Row:
     """The row as it is written: with its payload's place, and JSON types only."""
-    head, _, fingerprint, sketch, _, value, attributes = row
+    head, _, statistics, sketch, _, value, attributes = row
     if type(attributes) is not Plain:
         attributes = plain(attributes) if attributes else {}
-    return head, of_value, fingerprint, sketch, payload, plain(value), attributes
+    return head, of_value, statistics, sketch, payload, plain(value), attributes

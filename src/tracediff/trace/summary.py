@@ -125,8 +125,9 @@ def fingerprint(array: NDArray[Any], *, brief: bool = False) -> tuple[float, ...
 
 def summary(
     array: NDArray[Any], *, brief: bool, buckets: NDArray[np.float64] | None = None
-) -> tuple[bytes, tuple[float, ...]]:
-    """`digest` and `fingerprint`, and `sketch` for nearly nothing, of an array in C order.
+) -> tuple[bytes, bytes]:
+    """`digest`, `fingerprint` (as `kernels.packed`), and `sketch` for nearly nothing, of an array
+    in C order.
 
     Args:
         buckets: Where the sketch is put, if it is wanted: (SKETCH_SIZE,).

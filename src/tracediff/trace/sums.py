@@ -37,8 +37,8 @@ FOLDED: Final = 4
 _LEFT_OUT: Final = frozenset({"environment", "rng"})
 """Stages that differ between runs that compute the same."""
 
-_NAN, _INF, _ABS_MEAN, _L2 = (
-    FINGERPRINT_FIELDS.index(name) for name in ("nan", "inf", "abs_mean", "l2")
+_COUNT, _NAN, _INF, _ABS_MEAN, _L2 = (
+    FINGERPRINT_FIELDS.index(name) for name in ("count", "nan", "inf", "abs_mean", "l2")
 )
 _OWN: Final = np.arange(OWN)
 _FOLDED: Final = np.arange(OWN, OWN + FOLDED)
@@ -79,6 +79,7 @@ class Layout:
         of = outline.fields
         sites = zip(of.phase, of.path, of.call, of.port, strict=True)
         self._marked = [place for place, site in enumerate(sites) if _is_marked(Site(0, *site))]
+        self._places = np.array(self._marked, np.intp)
         widths = [_width(of.phase[place], of.buckets[place] > 0) for place in self._marked]
         *starts, self._size = accumulate(widths, initial=0)
         self._starts = np.array(starts, np.intp)
@@ -115,10 +116,10 @@ class Layout:
     def marks(self, rows: Rows) -> Marks:
         """The marks of a step's events, one after the other: float64."""
         found = np.zeros(self._size)
-        is_measured = [bool(rows.fingerprints[place]) for place in self._marked]
-        places = np.array(self._marked, np.intp)[is_measured]
-        found[self._starts[is_measured][:, None] + _OWN] = _of_tensors(rows.statistics[places])
-        if not all(is_measured):
+        of_marked = rows.statistics[self._places]
+        is_measured = ~np.isnan(of_marked[:, _COUNT])
+        found[self._starts[is_measured][:, None] + _OWN] = _of_tensors(of_marked[is_measured])
+        if not is_measured.all():
             for place, start, known in zip(self._marked, self._starts, is_measured, strict=True):
                 if not known:
                     found[start] = self._of_value(rows, place)
