@@ -399,9 +399,8 @@ class Tape:
         self._emitted[order] = summary
         if phase == "loading" and port == "param":
             self.loaded[path] = summary.digest, summary.dtype
-        self._unwritten.add(
-            self.step, order, about, kind, shape, other, summary, sketches, attributes, payload
-        )
+        event = order, about, kind, shape, other, summary, sketches, attributes
+        self._unwritten.add(self.step, phase, event, payload)
 
     def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
         """The summary of a value, with its sketch if one is kept."""

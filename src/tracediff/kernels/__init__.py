@@ -130,7 +130,7 @@ def packed(numbers: Sequence[float]) -> bytes:
 
 
 def summary(
-    flat: NDArray[Any], *, full: bool, buckets: NDArray[np.float64] | None
+    flat: NDArray[Any], full: bool, buckets: NDArray[np.float64] | None
 ) -> tuple[bytes | None, bytes]:
     """All of an array in one pass over the memory: what is found of a part stays in the cache.
 

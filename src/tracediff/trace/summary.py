@@ -134,7 +134,7 @@ def summary(
     """
     full = not brief and array.size <= DETAIL_LIMIT
     flat = _flat(array) if array.dtype.kind == "c" else array
-    found, statistics = all_of(flat, full=full, buckets=buckets)
+    found, statistics = all_of(flat, full, buckets)
     return found or digest(array), statistics
 
 
