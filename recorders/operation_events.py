@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
@@ -59,14 +59,9 @@ class Operation:
     canonical: str = ""
 
 
-class Recorded(NamedTuple):
-    """A forward event of the current step, for its gradient to refer to."""
-
-    place: Place
-    canonical: str
-    op: str
-    port: str
-    call: int
+Recorded = tuple[Place, str, str, str, int]
+"""A forward event of the current step, for its gradient to refer to: its place, canonical name,
+name, port and call."""
 
 
 class OperationEvents:
@@ -86,19 +81,17 @@ class OperationEvents:
     def place_of(self, order: int) -> Place | None:
         """Where the operation ran whose event has this order in the current step."""
         recorded = self._recorded.get(order)
-        return recorded.place if recorded is not None else None
+        return recorded[0] if recorded is not None else None
 
     def cotangent(self, order: int, array: NDArray[Any], inputs: Sequence[int]) -> int:
         """Records the gradient of a forward event's value."""
-        forward = self._recorded[order]
+        place, canonical, op, port, call = self._recorded[order]
         again = self._differentiated[order]  # a second derivative has its own port
         self._differentiated[order] += 1
-        port = f"grad_{forward.port}@{again}" if again else f"grad_{forward.port}"
-        attributes = Plain(level="op", canonical=forward.canonical, forward_order=order)
-        place = replace(forward.place, phase="backward")
-        return self._emit(
-            place, forward.canonical, forward.op, port, array, inputs, attributes, forward.call
-        )
+        port = f"grad_{port}@{again}" if again else f"grad_{port}"
+        attributes = Plain(level="op", canonical=canonical, forward_order=order)
+        place = replace(place, phase="backward")
+        return self._emit(place, canonical, op, port, array, inputs, attributes, call)
 
     def leaf(self, place: Place, name: str, array: NDArray[Any]) -> int:
         """Records a value that no recorded operation of this step made."""
@@ -156,20 +149,10 @@ class OperationEvents:
         call: int,
         twin: int | None = None,
     ) -> int:
-        order = self._tape.emit(
-            place.phase,
-            f"{place.path}@{canonical}",
-            port,
-            array,
-            kind="tensor",
-            call=call,
-            op=op,
-            source=place.source,
-            inputs=inputs,
-            attributes=attributes,
-            twin=twin,
-        )
-        self._recorded[order] = Recorded(place, canonical, op, port, call)
+        path = f"{place.path}@{canonical}"
+        about = place.phase, path, call, port, op, place.source, (), "", tuple(inputs)
+        order = self._tape.add(about, array, "tensor", attributes, twin)
+        self._recorded[order] = place, canonical, op, port, call
         return order
 
 
@@ -197,10 +180,10 @@ def _walk(
         if code is boundary:
             break
         kind = kinds[code.co_filename]
-        if kind is _USER:
-            break
-        if kind is _PACKAGE and package is None:
-            package = frame
+        if kind is not _FRAMEWORK:
+            if kind is _USER:
+                break
+            package = package or frame
         frame = frame.f_back
     return package, frame
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_STRIDED: Final = torch.strided
 
 View = tuple[Any, ...]
 """How a tensor looks at its storage."""
@@ -66,16 +68,16 @@ class DataFlow:
 
     def current(self, look: Look | None) -> int | None:
         """The event with a tensor's value; None where it is not known, or no longer has it."""
-        memory = self._memory.get(look[0]) if look is not None else None
-        if look is None or memory is None:
+        if look is None or (memory := self._memory.get(look[0])) is None:
             return None
-        order, writer = memory.holders.get(look[1]), memory.writer
-        return order if order is not None and (writer is None or order >= writer) else None
+        order = memory.holders.get(look[1])
+        if order is None or (memory.writer is not None and order < memory.writer):
+            return None
+        return order
 
     def held(self, look: Look | None) -> Held | None:
         """What is known about a tensor's value; None where its memory is not known."""
-        memory = self._memory.get(look[0]) if look is not None else None
-        if look is None or memory is None:
+        if look is None or (memory := self._memory.get(look[0])) is None:
             return None
         order = memory.holders.get(look[1])
         if order is not None and (memory.writer is None or order >= memory.writer):
@@ -104,7 +106,9 @@ class DataFlow:
         which people write kernels, memory that NumPy has as well (it cannot be resized), and what
         is in doubt.
         """
-        if look is None or look[0] in self._doubted or not tensor.is_cpu:
+        if look is None or look[0] not in self._memory or look[0] in self._doubted:
+            return None
+        if not tensor.is_cpu:
             return None
         order = self.current(look)
         if order is None and tensor.is_contiguous():
@@ -178,21 +182,26 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 def look_of(tensor: torch.Tensor) -> Look | None:
     """None for a tensor without storage."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not _STRIDED or tensor.is_nested:
         return None
     try:
         storage: Any = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return None
-    bits = tensor.is_conj(), tensor.is_neg()
-    view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, bits
-    return storage._cdata, view
+    return storage._cdata, (
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def _run_of(tensor: torch.Tensor, look: Look) -> View:
     """Equal for two contiguous tensors with the same elements in the same order."""
-    offset, _, _, dtype, bits = look[1]
-    return offset, tensor.numel(), dtype, bits
+    offset, _, _, *kind = look[1]
+    return offset, tensor.numel(), *kind
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from numpy.typing import NDArray
 
 from tracediff.consumers import Consumers
 from tracediff.events import ROOT
@@ -66,6 +67,7 @@ class OperationHooks:
         self._nodes = Nodes()
         self._lines = Lines(_TORCH, ModuleHooks._record.__code__)
         self._made: dict[Made, int] = {}
+        self._latest: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
         self._owners: dict[int | None, str] = {}
         self._recorded: dict[str, bool] = {}
         self._only_digests = state.tape.policy.only_digests
@@ -118,7 +120,7 @@ class OperationHooks:
             self._step = tape.step
             for table in (self._events, self._flow, self._nodes, self._lines):
                 table.clear()
-            for known in (self._made, self._owners, self._recorded):
+            for known in (self._made, self._latest, self._owners, self._recorded):
                 known.clear()
         place = self._backward_place() if in_backward() else self._forward_place()
         if place is None:
@@ -187,7 +189,9 @@ class OperationHooks:
         function = call.function
         parts = self._parts(function, arguments, place)
         found = self._inputs(arguments, parts, place)
-        bases = [self._base(a.look) if a.written else None for a in arguments]
+        bases: list[int | None] = []
+        if function.writes:
+            bases = [self._base(a.look) if a.written else None for a in arguments]
         result = call.run()
         if function.doubtful:
             _wait(function.name, result)
@@ -204,7 +208,7 @@ class OperationHooks:
         if not written:
             outputs = [(tensor, look_of(tensor)) for tensor in flat(result)]
             looks = [argument.look for argument in arguments]
-            if not [look for _, look in outputs if look not in looks]:
+            if all(look in looks for _, look in outputs):
                 self._nodes.belong(call.node, next((o for o in found if o is not None), None))
                 return result  # `detach` returns what it was given
             for _, look in outputs:
@@ -285,7 +289,7 @@ class OperationHooks:
                 self._unseen([(tensor, look)] if written else ())
                 continue
             flow.hold(tensor, look, order, written=written)
-            self._made[_made(operation.name, tensor, tape.digest_of(order))] = order
+            self._latest.append((operation.name, tensor.dtype, tensor.shape, order))
             # A norm over all parameters is summed from numbers that belong to none of them.
             if operation.place.phase == "optimizer" and tensor.ndim:
                 self._owners[order] = operation.place.path
@@ -301,14 +305,20 @@ class OperationHooks:
             self._doubt(call, result)
         for tensor in written or flat(result):
             array = to_numpy(tensor)
-            made = None if array is None else _made(call.function.name, tensor, digest(array))
-            order = self._made.get(made) if made is not None else None
+            order = None if array is None else self._made_before(call.function.name, array, tensor)
             if order is not None:
                 self._flow.hold(tensor, look_of(tensor), order, written=bool(written))
                 self._nodes.belong(call.node, order)
             elif written:
                 self._flow.doubt(tensor)
         return result
+
+    def _made_before(self, name: str, array: NDArray[Any], tensor: torch.Tensor) -> int | None:
+        """The latest event of an operation with this name and result, which the array is."""
+        for made_by, dtype, shape, order in self._latest:
+            self._made[made_by, self._state.tape.digest_of(order), dtype, shape] = order
+        self._latest.clear()
+        return self._made.get((name, digest(array), tensor.dtype, tensor.shape))
 
     def _forget(self, call: Call) -> None:
         for argument in given(call.function, call.args, call.kwargs).arguments:
@@ -403,7 +413,3 @@ def _wait(name: str, result: Any) -> None:
     if name.startswith("_c10d_functional."):
         for tensor in flat(result):
             torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def _made(name: str, tensor: torch.Tensor, of_value: bytes) -> Made:
-    return name, of_value, tensor.dtype, tensor.shape

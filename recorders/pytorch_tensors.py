@@ -38,6 +38,7 @@ _DIRECT: Final[Mapping[torch.dtype, str]] = {
 }
 """How NumPy writes the types that both have, and the integers that bfloat16 travels as."""
 
+_STRIDED: Final = torch.strided
 _len_function: Final = torch._C._len_torch_function_stack
 _len_dispatch: Final = torch._C._len_torch_dispatch_stack
 _len_pre_dispatch: Final[Callable[[], int]] = torch._ops._len_torch_dispatch_stack_pre_dispatch
@@ -129,7 +130,7 @@ def memory_of(tensor: torch.Tensor) -> NDArray[Any] | None:
     if (
         known is None
         or not tensor.is_cpu
-        or tensor.layout is not torch.strided
+        or tensor.layout is not _STRIDED
         or tensor.is_nested
         or tensor.is_neg()
         or _interpreters() is not None

@@ -15,6 +15,13 @@ _NOT_USER_CODE: Final = (
     str(_HERE),
     *(str((_HERE / name).resolve()) for name in ("recorders", "replayers")),
 )
+_SOURCED: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
+"""Stages whose events carry the line of the user's code that caused them."""
+
+
+def line_behind(stage: str) -> str:
+    """As `user_line`, for an event of a stage that has one."""
+    return user_line() if stage in _SOURCED else ""
 
 
 def user_line() -> str:

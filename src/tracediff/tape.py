@@ -20,15 +20,12 @@ from tracediff.frames import Frame
 from tracediff.kernels import unpacked
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
-from tracediff.source_lines import user_line
+from tracediff.source_lines import line_behind, user_line
 from tracediff.summaries import Found, Summaries, Summary, name_of, still
 from tracediff.trace import BufferedWriter, TraceWriter
 from tracediff.trace.rows import About
 from tracediff.trace.summary import Plain, digest, digest_value, euclidean_norm, plain
 from tracediff.unwritten import Unwritten
-
-SOURCED_STAGES: Final = frozenset({"rendering", "forward", "loss", "optimizer", "trajectory"})
-"""Stages whose events carry the line of the user's code that caused them."""
 
 _BATCH_KINDS: Final = {
     **dict.fromkeys(("labels", "targets"), "labels"),
@@ -227,7 +224,7 @@ class Tape:
             frame.phase, frame.path, frame.call, port, frame.op, frame.source, dims, shard,
             inputs if frame.step == self.step else (),
         )  # fmt: skip
-        order = self._add(about, array, kind, attributes, twin)
+        order = self.add(about, array, kind, attributes, twin)
         frame.ins.append(order)
         return order
 
@@ -246,7 +243,7 @@ class Tape:
             frame.phase, frame.path, frame.call, port, frame.op, frame.source, dims, shard,
             frame.available() if frame.step == self.step else (),
         )  # fmt: skip
-        order = self._add(about, array, "tensor", attributes, twin)
+        order = self.add(about, array, "tensor", attributes, twin)
         frame.outs.append(order)
         if frame.parent is not None:
             frame.parent.made.append(order)
@@ -286,7 +283,7 @@ class Tape:
             "backward", frame.path, frame.call, port, frame.op, frame.source, dims, shard,
             frame.downstream() if is_now else (),
         )  # fmt: skip
-        order = self._add(about, array, "tensor", None, twin)
+        order = self.add(about, array, "tensor", None, twin)
         if is_now:
             frame.grads.append(order)
         return order
@@ -328,12 +325,11 @@ class Tape:
         if kind is None:
             is_array = isinstance(value, np.ndarray | Deferred)
             kind = "tensor" if is_array else "text" if isinstance(value, str) else "setting"
-        if not source and phase in SOURCED_STAGES:
-            source = user_line()
+        source = source or line_behind(phase)
         about = phase, path, call, port, op, source, tuple(dims), shard, tuple(inputs)
-        return self._add(about, value, kind, attributes, twin)
+        return self.add(about, value, kind, attributes, twin)
 
-    def _add(
+    def add(
         self,
         about: About,
         value: Any,
@@ -341,7 +337,11 @@ class Tape:
         attributes: Mapping[str, Any] | None,
         twin: int | None,
     ) -> int:
-        """See `emit`, of which this is what events of calls, nearly all there are, need."""
+        """As `emit`, for the events of calls and operations, which are nearly all.
+
+        Args:
+            about: With a source, where the stage is to have one.
+        """
         with self._lock:
             if self.rerun is not None and self.rerun.skips(self.step):
                 if about[0] == "environment":
