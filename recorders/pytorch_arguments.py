@@ -41,6 +41,14 @@ _FILLED: Final = frozenset({"zeros", "ones", "full"})
 _OWN: Final = frozenset({"aten", "prim", "prims"})
 _UNTOLD: Final = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 """Operations of PyTorch that write to running statistics though their schema does not say so."""
+_COLLECTIVES: Final = "c10d"
+"""Namespace of what `torch.distributed` calls, whose schemas do not say what is written to."""
+_RECEIVING: Final = frozenset(
+    {"tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists"}
+)
+"""Names of arguments that collectives write to."""
+_SENDING: Final = frozenset({"send", "barrier", "monitored_barrier", "check_for_nan"})
+_OVERWRITTEN: Final = frozenset({"recv", "recv_any_source"})
 _MOST_FUNCTIONS: Final = 4096
 _ON_LISTS: Final = ("_foreach", "_fused_ad", "_fused_sgd")
 
@@ -129,7 +137,9 @@ class Function:
         uninitialised: Whether the values of its results are whatever was in memory.
         on_lists: Whether it works on lists, element by element (`_foreach_add_`).
         doubtful: Whether the memory of its tensors may be written to by what is not recorded, or
-            by itself though its schema does not say so (`c10d.allreduce_`).
+            by itself though its schema does not say so (`native_batch_norm`).
+        collective: Whether other processes take part in it. What it writes is there once the
+            program has waited for it.
     """
 
     name: str
@@ -140,6 +150,7 @@ class Function:
     uninitialised: bool
     on_lists: bool
     doubtful: bool
+    collective: bool
 
 
 @dataclass(slots=True)
@@ -178,10 +189,12 @@ def _function_of(func: Any) -> Function:
     name = str(func)
     schema = getattr(func, "_schema", None)
     namespace, base = getattr(func, "namespace", ""), base_name("pytorch", name)
+    collective = namespace == _COLLECTIVES
+    parameters = None if schema is None else _parameters(name, schema, collective)
     return Function(
         name=name,
-        parameters=None if schema is None else _parameters(name, schema),
-        writes=schema is not None and schema.is_mutable,
+        parameters=parameters,
+        writes=any(each.written for each in parameters or ()),
         draws=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
         skipped=namespace in _SKIPPED_NAMESPACES,
         uninitialised=base in _UNINITIALISED,
@@ -189,22 +202,26 @@ def _function_of(func: Any) -> Function:
         doubtful=namespace not in _OWN
         or base in _UNTOLD
         or canonical_operation("pytorch", name) in _FILLED,
+        collective=collective,
     )
 
 
-def _parameters(name: str, schema: Any) -> tuple[Parameter, ...]:
+def _parameters(name: str, schema: Any, collective: bool) -> tuple[Parameter, ...]:
     overwrites = base_name("pytorch", name) in _OVERWRITING
     takes_numbers = takes_scalar_operands(canonical_operation("pytorch", name))
     found = []
     for argument in schema.arguments:
         kind, alias = str(argument.type), argument.alias_info
         written = alias is not None and alias.is_write
+        read = not (written and (overwrites or argument.is_out))
+        if collective:
+            written, read = _exchanged(name, argument.name)
         number = takes_numbers and kind == "number"
         tensor = takes_numbers and "Tensor" in kind
         found.append(
             Parameter(
                 name=argument.name,
-                read=not (written and (overwrites or argument.is_out)),
+                read=read,
                 written=written,
                 operand=tensor or (number and argument.name in _OPERANDS),
                 number=number and argument.name not in _OPERANDS,
@@ -212,6 +229,13 @@ def _parameters(name: str, schema: Any) -> tuple[Parameter, ...]:
             )
         )
     return tuple(found)
+
+
+def _exchanged(name: str, argument: str) -> tuple[bool, bool]:
+    """Whether a collective writes to an argument, and whether it reads it."""
+    base = name.split(".")[1].rstrip("_")
+    written = argument in _RECEIVING and base not in _SENDING
+    return written, not written or (argument == "tensors" and base not in _OVERWRITTEN)
 
 
 def given(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:

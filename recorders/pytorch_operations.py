@@ -34,6 +34,7 @@ from tracediff.recorders.pytorch_arguments import (
     outputs_of,
     shares,
 )
+from tracediff.recorders.pytorch_collectives import Collectives
 from tracediff.recorders.pytorch_dataflow import (
     DataFlow,
     Held,
@@ -65,6 +66,7 @@ class OperationHooks:
         self._events = OperationEvents(state.tape, "pytorch")
         self._flow = DataFlow()
         self._nodes = Nodes()
+        self._collectives = Collectives()
         self._lines = Lines(_TORCH, ModuleHooks._record.__code__)
         self._made: dict[Made, int] = {}
         self._latest: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
@@ -118,7 +120,9 @@ class OperationHooks:
             return None
         if tape.step != self._step:
             self._step = tape.step
-            for table in (self._events, self._flow, self._nodes, self._lines):
+            for table in (
+                self._events, self._flow, self._nodes, self._collectives, self._lines
+            ):  # fmt: skip
                 table.clear()
             for known in (self._made, self._latest, self._owners, self._recorded):
                 known.clear()
@@ -192,6 +196,7 @@ class OperationHooks:
         bases: list[int | None] = []
         if function.writes:
             bases = [self._base(a.look) if a.written else None for a in arguments]
+            self._replaced(arguments)
         result = call.run()
         if function.doubtful:
             _wait(function.name, result)
@@ -230,7 +235,10 @@ class OperationHooks:
                 if base is not None:
                     attributes["view_of"] = base
             operation = Operation(function.name, part.place, inputs, plain, operands, attributes)
-            self._record(operation, own, written, call.node)
+            if function.collective:
+                self._collectives.started(operation, own)
+            else:
+                self._record(operation, own, written, call.node)
         return result
 
     def _parts(self, function: Function, arguments: Sequence[Argument], place: Place) -> list[Part]:
@@ -303,6 +311,9 @@ class OperationHooks:
         result = call.run()
         if call.function.doubtful:
             self._doubt(call, result)
+        if call.function.collective:
+            self._forget(call)
+            return result
         for tensor in written or flat(result):
             array = to_numpy(tensor)
             order = None if array is None else self._made_before(call.function.name, array, tensor)
@@ -321,9 +332,17 @@ class OperationHooks:
         return self._made.get((name, digest(array), tensor.dtype, tensor.shape))
 
     def _forget(self, call: Call) -> None:
-        for argument in given(call.function, call.args, call.kwargs).arguments:
+        arguments = given(call.function, call.args, call.kwargs).arguments
+        self._replaced(arguments)
+        for argument in arguments:
             if argument.written:
                 self._flow.forget(argument.look)
+
+    def _replaced(self, arguments: Iterable[Argument]) -> None:
+        """What collectives wrote to these is replaced, and was not read."""
+        for argument in arguments if self._collectives else ():
+            if argument.written:
+                self._collectives.take(argument.look)
 
     def _doubt(self, call: Call, result: Any) -> None:
         """Takes no value of its tensors for known where unseen code may write to them."""
@@ -342,6 +361,8 @@ class OperationHooks:
 
         None for a tensor without values, or whose memory was not written to.
         """
+        if self._collectives and (ended := self._collectives.take(argument.look)) is not None:
+            self._record(*ended, written=True, node=range(0))
         known = self._flow.current(argument.look)
         if known is not None or self._flow.is_blank(argument.look):
             return known

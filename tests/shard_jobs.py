@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -140,6 +141,21 @@ def clipped(step: int, model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
+def averaged(step: int, model: nn.Module, how: Any = dist.ReduceOp.SUM) -> None:
+    """Gradients are added up while the program goes on; one process is late."""
+    time.sleep(0.2 * dist.get_rank())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for work in [dist.all_reduce(grad, op=how, async_op=True) for grad in gradients]:
+        work.wait()
+    for grad in gradients:
+        grad /= dist.get_world_size()
+
+
+def averaged_wrongly(step: int, model: nn.Module) -> None:
+    """In the second step, the larger of two gradients is taken for their sum."""
+    averaged(step, model, dist.ReduceOp.MAX if step == 1 else dist.ReduceOp.SUM)
+
+
 JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Module], None]]] = {
     "columns": (columns, no_fault),
     "twin": (columns, no_fault),
@@ -154,16 +170,20 @@ JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Modul
     "replicas": (fully_sharded, clipped),
     "replicas rounded": (rounded(fully_sharded), clipped),
     "mlp": (mlp, clipped),
+    "averaged": (mlp, averaged),
+    "averaged again": (mlp, averaged),
+    "averaged wrongly": (mlp, averaged_wrongly),
 }
 
 
 def run(name: str, mesh: DeviceMesh, folder: Path | None) -> dict[str, Any]:
     torch.manual_seed(7)
     make, fault = JOBS[name]
-    level = "op" if name == "operations" else "module"
+    level = "op" if name.startswith(("operations", "averaged")) else "module"
     with tracediff.record(folder / name, level=level) if folder else nullcontext():
         model = make(mesh)
-        own = dist.get_rank() if name == "fsdp" else 0  # data-parallel processes differ in data
+        # Data-parallel processes differ in data.
+        own = dist.get_rank() if name.startswith(("fsdp", "averaged")) else 0
         losses = train(model, own, fault)
         dist.barrier()
     return {"losses": losses, "weights": bits(model)}

@@ -162,6 +162,31 @@ def test_the_state_of_fully_sharded_parameters_is_recorded(runs: Path) -> None:
         assert other.find("0/loading/2.weight:param").shape == (1, 10)  # of three rows
 
 
+def exchanged(runs: Path, rank: int) -> list[tuple[np.ndarray[Any, Any], ...]]:
+    """What each collective of the first step was given by a process, and what it came to."""
+    with Trace(runs / "averaged", rank=rank) as trace:
+        events = {each.order: each for each in trace.events(0)}
+        found = [each for each in events.values() if each.op == "c10d.allreduce_.default"]
+        return [(trace.array(events[each.inputs[0]]), trace.array(each)) for each in found]
+
+
+def test_a_collective_is_recorded_with_what_it_came_to(runs: Path) -> None:
+    """And not with what the memory held when it began: one process waits for the other."""
+    first, second = (exchanged(runs, rank) for rank in (0, 1))
+    assert len(first) == len(second) == 4
+    for (own, total), (other, same) in zip(first, second, strict=True):
+        assert not np.array_equal(own, other)
+        np.testing.assert_array_equal(total, own + other)
+        np.testing.assert_array_equal(total, same)
+
+
+def test_a_wrong_collective_is_named(runs: Path) -> None:
+    assert bisect(runs / "averaged", runs / "averaged again").outcome == "identical"
+    verdict = bisect(runs / "averaged", runs / "averaged wrongly")
+    assert verdict.first is not None
+    assert verdict.first.site == "1/loss/root@c10d.allreduce#0:out"
+
+
 # ---- which part it is ---------------------------------------------------------------------------
 
 
