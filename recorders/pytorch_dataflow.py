@@ -123,9 +123,13 @@ class DataFlow:
 
     def blank(self, tensor: torch.Tensor) -> None:
         """Says that the tensor's memory was allocated, and not written to."""
-        key = address_of(tensor)
-        if key is not None:
-            self._memory[key] = Memory(_reference(tensor), None)
+        if address_of(tensor) is not None:
+            self.blank_storage(tensor.untyped_storage())
+
+    def blank_storage(self, storage: torch.UntypedStorage) -> None:
+        """As `blank`, of all that looks at a storage."""
+        found: Any = storage
+        self._memory[found._cdata] = Memory(_reference_to(storage), None)
 
     def is_blank(self, look: Look | None) -> bool:
         memory = self._memory.get(look[0]) if look is not None else None
@@ -205,6 +209,10 @@ def _run_of(tensor: torch.Tensor, look: Look) -> View:
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:
+    return _reference_to(tensor.untyped_storage())
+
+
+def _reference_to(storage: torch.UntypedStorage) -> StorageWeakRef:
     weak: Any = StorageWeakRef
-    found: StorageWeakRef = weak(tensor.untyped_storage())
+    found: StorageWeakRef = weak(storage)
     return found

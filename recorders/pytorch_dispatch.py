@@ -69,6 +69,22 @@ def install_dispatch(run: Run, state: State, patches: Patches) -> None:
     patches.replace(torch.utils.checkpoint._CheckpointFrame, "__init__", wrap_checkpoint)
 
 
+def watch_resizing(blank: Callable[[torch.UntypedStorage], None], patches: Patches) -> None:
+    """Calls back with each storage that loses all its bytes, or has none and gets some: FSDP frees
+    parameters that way, which is no operation."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def resize(storage: torch.UntypedStorage, size: Any) -> Any:
+            if not (size and storage.nbytes()):
+                blank(storage)
+            return original(storage, size)
+
+        return resize
+
+    patches.replace(torch.UntypedStorage, "resize_", wrap)
+
+
 def watch_sharing(shared: Callable[[torch.Tensor], None], patches: Patches) -> None:
     """Calls back with each tensor that is handed out as DLPack: others may then write to it."""
 

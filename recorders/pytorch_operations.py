@@ -43,7 +43,7 @@ from tracediff.recorders.pytorch_dataflow import (
     address_of,
     look_of,
 )
-from tracediff.recorders.pytorch_dispatch import install_dispatch, watch_sharing
+from tracediff.recorders.pytorch_dispatch import install_dispatch, watch_resizing, watch_sharing
 from tracediff.recorders.pytorch_modules import ModuleHooks
 from tracediff.recorders.pytorch_state import State, in_backward
 from tracediff.recorders.pytorch_tensors import to_numpy
@@ -78,9 +78,15 @@ class OperationHooks:
 
     def install(self) -> None:
         install_dispatch(self._dispatch, self._state, self._patches)
+        watch_resizing(self._blanked, self._patches)
         if self._only_digests:
             self._state.twin = self._twin
             watch_sharing(self._flow.doubt, self._patches)
+
+    def _blanked(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            if self._step == self._state.tape.step:
+                self._flow.blank_storage(storage)
 
     def _twin(self, tensor: torch.Tensor) -> int | None:
         """The event of an operation in this step that holds a tensor's value."""
