@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import tracediff
 
@@ -89,6 +90,15 @@ def fully_sharded(mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def flat_sharded(mesh: DeviceMesh) -> nn.Module:
+    """FSDP1."""
+    return FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"), device_mesh=mesh)
+
+
+def replicated(mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(mlp())
+
+
 def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
     """Of two calls: FSDP keeps the parameters of the outermost module whole between them."""
     calls = [model(torch.randn(4, 8, generator=generator)) for _ in range(2)]
@@ -105,6 +115,14 @@ def rounded(make: Callable[[DeviceMesh], nn.Module]) -> Callable[[DeviceMesh], n
         return model
 
     return rounding
+
+
+def one_wrong(mesh: DeviceMesh) -> nn.Module:
+    """One process computes something else in its first module."""
+    model = mlp()
+    if dist.get_rank() == 1:
+        model[0].register_forward_hook(lambda module, args, out: out * 1.01)
+    return model
 
 
 def train(model: nn.Module, seed: int, fault: Callable[[int, nn.Module], None]) -> list[str]:
@@ -151,6 +169,14 @@ def averaged(step: int, model: nn.Module, how: Any = dist.ReduceOp.SUM) -> None:
         grad /= dist.get_world_size()
 
 
+def cancelling(step: int, model: nn.Module) -> None:
+    """What two processes add is nearly nothing."""
+    for p in model.parameters():
+        if dist.get_rank():
+            p.grad *= -0.999
+    averaged(step, model)
+
+
 def averaged_wrongly(step: int, model: nn.Module) -> None:
     """In the second step, the larger of two gradients is taken for their sum."""
     averaged(step, model, dist.ReduceOp.MAX if step == 1 else dist.ReduceOp.SUM)
@@ -169,6 +195,10 @@ JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Modul
     "operations again": (columns, no_fault),
     "operations fsdp": (fully_sharded, no_fault),
     "operations fsdp again": (fully_sharded, no_fault),
+    "operations fsdp1": (flat_sharded, no_fault),
+    "operations fsdp1 again": (flat_sharded, no_fault),
+    "operations ddp": (replicated, no_fault),
+    "operations ddp again": (replicated, no_fault),
     "fsdp": (fully_sharded, no_fault),
     "replicas": (fully_sharded, clipped),
     "replicas rounded": (rounded(fully_sharded), clipped),
@@ -176,17 +206,22 @@ JOBS: dict[str, tuple[Callable[[DeviceMesh], nn.Module], Callable[[int, nn.Modul
     "averaged": (mlp, averaged),
     "averaged again": (mlp, averaged),
     "averaged wrongly": (mlp, averaged_wrongly),
+    "averaged rounded": (rounded(mlp), averaged),
+    "averaged one wrong": (one_wrong, averaged),
+    "cancelling": (mlp, cancelling),
+    "cancelling rounded": (rounded(mlp), cancelling),
 }
 
 
 def run(name: str, mesh: DeviceMesh, folder: Path | None) -> dict[str, Any]:
     torch.manual_seed(7)
     make, fault = JOBS[name]
-    level = "op" if name.startswith(("operations", "averaged")) else "module"
+    level = "op" if name.startswith(("operations", "averaged", "cancelling")) else "module"
     with tracediff.record(folder / name, level=level) if folder else nullcontext():
         model = make(mesh)
         # Data-parallel processes differ in data.
-        own = dist.get_rank() if name.startswith(("fsdp", "averaged")) else 0
+        differ = name.startswith(("fsdp", "averaged", "operations fsdp", "operations ddp"))
+        own = dist.get_rank() if differ else 0
         losses = train(model, own, fault)
         dist.barrier()
     return {"losses": losses, "weights": bits(model)}

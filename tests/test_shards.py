@@ -180,10 +180,25 @@ def test_a_collective_is_recorded_with_what_it_came_to(runs: Path) -> None:
         np.testing.assert_array_equal(total, same)
 
 
-@pytest.mark.parametrize("job", ["operations", "operations fsdp", "averaged"])
+KINDS = ["operations", "operations fsdp", "operations fsdp1", "operations ddp", "averaged"]
+
+
+@pytest.mark.parametrize("job", KINDS)
 def test_equal_runs_have_equal_operations(runs: Path, job: str) -> None:
     """FSDP frees the memory of parameters: what it holds until it is gathered again is nobody's."""
     assert bisect(runs / job, runs / f"{job} again").outcome == "identical"
+
+
+@pytest.mark.parametrize("job", ["averaged", "cancelling"])
+def test_rounding_is_no_fault_of_a_collective(runs: Path, job: str) -> None:
+    """Of which each process knows its own part, and not what the others round."""
+    assert bisect(runs / job, runs / f"{job} rounded").outcome == "equivalent"
+
+
+def test_the_process_that_was_wrong_is_named_and_not_those_it_sent_to(runs: Path) -> None:
+    verdict = bisect(runs / "averaged", runs / "averaged one wrong")
+    assert verdict.first is not None
+    assert (verdict.rank, verdict.first.site) == (1, "0/forward/0@addmm#0:out")
 
 
 def test_a_wrong_collective_is_named(runs: Path) -> None:
