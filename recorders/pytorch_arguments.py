@@ -36,6 +36,16 @@ _UNINITIALISED: Final = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 )
 """Their values are whatever was in memory."""
+_SCRATCH_NAMES: Final = frozenset({"philox_seed", "philox_offset", "rng_state", "unused"})
+_SCRATCH: Final = {
+    "mkldnn_rnn_layer": 3,
+    "_cudnn_rnn": 4,
+    "miopen_rnn": 4,
+    "cudnn_batch_norm": 3,
+    "_batch_norm_with_update": 3,
+}
+"""Results that are room for the backward pass, or seeds that nothing is drawn with: by name, and by
+place where they have none."""
 _FILLED: Final = frozenset({"zeros", "ones", "full"})
 """Canonical names of what makes memory that extensions in C++ then write to."""
 _OWN: Final = frozenset({"aten", "prim", "prims"})
@@ -135,6 +145,7 @@ class Function:
         draws: Whether it draws from a generator.
         skipped: Whether it is not recorded.
         uninitialised: Whether the values of its results are whatever was in memory.
+        scratch: Places of the results of which that is so.
         on_lists: Whether it works on lists, element by element (`_foreach_add_`).
         doubtful: Whether the memory of its tensors may be written to by what is not recorded, or
             by itself though its schema does not say so (`native_batch_norm`).
@@ -148,6 +159,7 @@ class Function:
     draws: bool
     skipped: bool
     uninitialised: bool
+    scratch: tuple[int, ...]
     on_lists: bool
     doubtful: bool
     collective: bool
@@ -198,6 +210,7 @@ def _function_of(func: Any) -> Function:
         draws=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
         skipped=namespace in _SKIPPED_NAMESPACES,
         uninitialised=base in _UNINITIALISED,
+        scratch=() if schema is None else _scratch(base, schema),
         on_lists=name.partition(".")[2].startswith(_ON_LISTS),
         doubtful=namespace not in _OWN
         or base in _UNTOLD
@@ -229,6 +242,15 @@ def _parameters(name: str, schema: Any, collective: bool) -> tuple[Parameter, ..
             )
         )
     return tuple(found)
+
+
+def _scratch(base: str, schema: Any) -> tuple[int, ...]:
+    """Places of results whose values mean nothing."""
+    return tuple(
+        place
+        for place, result in enumerate(schema.returns)
+        if result.name in _SCRATCH_NAMES or place == _SCRATCH.get(base)
+    )
 
 
 def _exchanged(name: str, argument: str) -> tuple[bool, bool]:
@@ -318,6 +340,13 @@ def outputs_of(
         return [outputs[index : index + 1] for index in range(len(parts))]
     output_at = dict(zip(written, outputs, strict=True))
     return [[output_at[i] for i in part.arguments if i in output_at] for part in parts]
+
+
+def blank_of(function: Function, result: Any) -> Sequence[torch.Tensor]:
+    """The tensors of a result whose values are whatever was in memory."""
+    if function.uninitialised:
+        return flat(result)
+    return flat([result[place] for place in function.scratch]) if function.scratch else ()
 
 
 def flat(value: Any) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from tracediff.recorders.pytorch_arguments import (
     Function,
     Output,
     Part,
+    blank_of,
     flat,
     function_of,
     given,
@@ -207,17 +208,19 @@ class OperationHooks:
         if function.doubtful:
             _wait(function.name, result)
             self._doubt(call, result)
-        if function.uninitialised:
-            for tensor in flat(result):
-                self._flow.blank(tensor)
-            return result
+        blank = blank_of(function, result)
+        for tensor in blank:
+            self._flow.blank(tensor)
         outputs: list[Output] = []
         looks: list[Look | None] = []
-        if function.writes:
+        if function.writes and not function.uninitialised:
             outputs = [(a.tensor, look_of(a.tensor)) for a in arguments if a.written]
         written = bool(outputs)
         if not written:
-            outputs = [(tensor, look_of(tensor)) for tensor in flat(result)]
+            values = flat(result)
+            if blank:
+                values = [value for value in values if all(value is not each for each in blank)]
+            outputs = [(tensor, look_of(tensor)) for tensor in values]
             looks = [argument.look for argument in arguments]
             if all(look in looks for _, look in outputs):
                 self._nodes.belong(call.node, next((o for o in found if o is not None), None))

@@ -27,6 +27,7 @@ from tests.pytorch_jobs import (  # noqa: E402
     recording,
 )
 from tracediff.events import Run  # noqa: E402
+from tracediff.recorders.pytorch_arguments import function_of  # noqa: E402
 from tracediff.recorders.pytorch_recorder import Recorder  # noqa: E402
 from tracediff.recording import Policy, Tape, attached  # noqa: E402
 from tracediff.trace import TraceWriter  # noqa: E402
@@ -139,6 +140,32 @@ def test_memory_is_no_value_before_something_is_written_to_it(
     assert sources(trace, copied) == ["x"]
     assert product.inputs[0] == copied.order
     np.testing.assert_array_equal(trace.trace.array(out), X.numpy()[:, [1, 2, 0]])
+
+
+def test_room_for_the_backward_pass_is_no_value(record: Callable[..., Recording]) -> None:
+    """What oneDNN leaves in its workspace differs from run to run."""
+    lstm = nn.LSTM(3, 4)
+    trace = forward(record, lambda x, w: lstm((x * w)[:, None])[0], X)
+    layers = [e for e in operations(trace) if e.op.startswith("aten.mkldnn_rnn_layer")]
+    if not layers:
+        pytest.skip("this build of PyTorch computes an LSTM otherwise")
+    assert [e.site.port for e in layers] == ["out.0", "out.1", "out.2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scratch"),
+    [
+        ("mm", ()),
+        ("native_dropout", ()),
+        ("_cudnn_rnn", (4,)),
+        ("_scaled_dot_product_flash_attention", (6, 7)),
+        ("_scaled_dot_product_efficient_attention", (2, 3)),
+        ("_scaled_dot_product_flash_attention_for_cpu", ()),
+    ],
+)
+def test_results_that_mean_nothing(name: str, scratch: tuple[int, ...]) -> None:
+    """By the schemas: seeds of kernels that draw nothing, and what cuDNN keeps for itself."""
+    assert function_of(getattr(torch.ops.aten, name).default).scratch == scratch
 
 
 def test_memory_that_is_used_again_is_not_mistaken(record: Callable[..., Recording]) -> None:
