@@ -16,6 +16,7 @@ from tracediff.replayers.reference_operations import (
     rounded,
     roundoff,
     sigmoid_of,
+    summed,
     widen,
 )
 from tracediff.replayers.reference_rounding import together
@@ -150,6 +151,17 @@ def _embedding_backward(operation: Operation) -> Replayed | None:
     np.add.at(squares, places[keep], flat[keep] ** 2)
     largest = int(np.bincount(places).max(initial=1))
     return rounded(operation, value, accumulated(operation, value, squares, largest))
+
+
+@formula("convolution_backward")
+def _convolution_backward(operation: Operation) -> Replayed | None:
+    """The gradient of a bias, which is nothing but rounding where a norm follows; of what is
+    convolved and of the weight, nothing is known here."""
+    asked = argument(operation, "output_mask")
+    if not asked[2] or operation.output != sum(asked) - 1:
+        return None
+    grad = widen(operation.inputs[0])
+    return rounded(operation, *summed(operation, grad, (0, *range(2, grad.ndim))))
 
 
 @formula("nll_loss_backward")

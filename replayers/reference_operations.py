@@ -360,14 +360,20 @@ def _sum(operation: Operation) -> Replayed | None:
     data = widen(operation.inputs[0]).astype(np.float64)
     axes = axes_of(operation, data.ndim)
     keep = bool(argument(operation, "keepdim", "keepdims", default=False))
+    value, spread = summed(operation, data, axes, keep)
+    terms = math.prod(data.shape[axis] for axis in axes) if operation.canonical == "mean" else 1
+    return rounded(operation, value / terms, spread / terms)
+
+
+def summed(
+    operation: Operation, data: Floats, axes: tuple[int, ...], keep: bool = False
+) -> tuple[Floats, Floats]:
+    """The sum over axes, and the spread of its error."""
     length = math.prod(data.shape[axis] for axis in axes)
     value = data.sum(axis=axes, keepdims=keep)
     spread = accumulated(operation, value, (data**2).sum(axis=axes, keepdims=keep), length)
     # Small terms that are added to a large sum one by one are all rounded one way: K u |y| / 4.
-    spread = together(spread, roundoff(operation) * length * np.abs(value) / 4 / LARGEST)
-    if operation.canonical == "mean":
-        value, spread = value / length, spread / length
-    return rounded(operation, value, spread)
+    return value, together(spread, roundoff(operation) * length * np.abs(value) / 4 / LARGEST)
 
 
 @formula("max", "min")

@@ -120,15 +120,15 @@ class Limits:
 
     def _of_param(self, pair: Pair) -> Bound:
         """A parameter after its update: apart by what it was before plus what the update adds."""
-        path = pair.baseline.site.path
-        before = self._state.parameters.level(path)
+        path, size = pair.baseline.site.path, norm(pair.baseline) or 1.0
+        parameters = self._state.parameters
+        apart = parameters.level(path).carry * (parameters.size(path) or size)
         update = self._ledger.at("optimizer", path, "update")
-        added = 0.0
         if update is not None:
-            added = update.level.carry * norm(update.event) / (norm(pair.baseline) or 1.0)
+            apart += update.level.carry * norm(update.event)
         roundoff = unit_roundoff(pair.baseline.dtype)
         return Bound(
-            rel_l2=1.01 * (before.carry + added) + 8 * roundoff,
+            rel_l2=1.01 * apart / size + 8 * roundoff,
             derivation="parameter before and update",
         )
 

@@ -50,6 +50,11 @@ class Parameters:
         """How far a parameter of the baseline is apart."""
         return self._levels[0].get(path, Level())
 
+    def size(self, path: str) -> float:
+        """Euclidean norm of a parameter of the baseline, of which its level is a share; 0 where
+        that is not known."""
+        return self._norms[0].get(path, 0.0)
+
     def _part(self, side: int, path: str) -> float:
         """The part that a parameter has in the size of what is computed from it.
 
