@@ -58,7 +58,9 @@ _RECEIVING: Final = frozenset(
 )
 """Names of arguments that collectives write to."""
 _SENDING: Final = frozenset({"send", "barrier", "monitored_barrier", "check_for_nan"})
+"""Those that write to none of them."""
 _OVERWRITTEN: Final = frozenset({"recv", "recv_any_source"})
+"""Those that do not read the `tensors` that they replace; others add to them, or send them."""
 _MOST_FUNCTIONS: Final = 4096
 _ON_LISTS: Final = ("_foreach", "_fused_ad", "_fused_sgd")
 
