@@ -169,7 +169,7 @@ class Tape:
                 callback()
         parent = self.current
         source = source or (parent.source if parent else user_line())
-        frame = Frame(path, self.next_call(phase, path), op, phase, parent, source, self.step)
+        frame = Frame(path, self.next_call(phase, path), op, phase, parent, source, step=self.step)
         self.seen_model = True
         if parent is not None:
             parent.children.append(frame)

@@ -139,8 +139,8 @@ def summary(
 
     Returns:
         xxh3-128 of the bytes, or None where it has to be taken otherwise: the C code has it for
-        more than 240 bytes on processors with AVX2. What `fingerprint` finds, as `packed`: of each
-        value that is recorded, it is a tenth of the memory.
+        more than 240 bytes on processors with AVX2. What `fingerprint` finds, as `packed`, which is
+        one piece of memory for each value that is recorded.
     """
     found: tuple[bytes | None, bytes] = _engine.summary(flat, full, buckets)
     return found
