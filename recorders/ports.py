@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
@@ -66,9 +66,11 @@ class PortNames(Generic[Tensor]):
         skipped: dict[str, str] = {}
         found: list[tuple[tuple[str, ...], Tensor]] = []
         for index, value in enumerate(args):
-            found += self._leaves(value, _positional(names, index), skipped)
+            if value is not None:
+                self._find(value, _positional(names, index), found, skipped)
         for name, value in kwargs.items():
-            found += self._leaves(value, (name,), skipped)
+            if value is not None:
+                self._find(value, (name,), found, skipped)
         by_name = {name for name, _ in found if len(name) == 1}
         keyword = next(((key,) for key in _PRIMARY_KEYWORDS if (key,) in by_name), None)
         positional = bool(args) and isinstance(args[0], self._tensor)
@@ -80,7 +82,8 @@ class PortNames(Generic[Tensor]):
         if isinstance(output, self._tensor):
             return Ports([("out", output)], [""], {})
         skipped: dict[str, str] = {}
-        found = list(self._leaves(output, (), skipped))
+        found: list[tuple[tuple[str, ...], Tensor]] = []
+        self._find(output, (), found, skipped)
         given = {name for name, _ in found}
         primary = next(((key,) for key in _PRIMARY_OUTPUTS if (key,) in given), None)
         return _ports("out", found, primary or (found[0][0] if found else None), skipped)
@@ -100,15 +103,19 @@ class PortNames(Generic[Tensor]):
             return {key: self.mapped(child, function) for key, child in value.items()}
         return value
 
-    def _leaves(
-        self, value: Any, name: tuple[str, ...], skipped: dict[str, str]
-    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def _find(
+        self,
+        value: Any,
+        name: tuple[str, ...],
+        found: list[tuple[tuple[str, ...], Tensor]],
+        skipped: dict[str, str],
+    ) -> None:
         """Walks tuples, lists, mappings and dataclasses down to `(name, tensor)` pairs."""
         if isinstance(value, self._tensor):
-            yield name, value
+            found.append((name, value))
         elif not isinstance(value, self._opaque) and (children := _children(value)) is not None:
             for key, child in children:
-                yield from self._leaves(child, (*name, key), skipped)
+                self._find(child, (*name, key), found, skipped)
         elif not isinstance(value, _PLAIN) and not self._silent(value):
             skipped[".".join(name)] = type(value).__name__
 

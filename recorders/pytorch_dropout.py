@@ -69,11 +69,11 @@ class DropoutHooks:
 
     def _is_of_its_own(self) -> bool:
         """Whether a call is made by code of a recorded module that is no dropout itself."""
-        modules = self._modules
-        if not self._state.open or modules.unrecorded():
+        state = self._state
+        if not state.open or self._modules.unrecorded():
             return False
-        running = modules.running[-1] if modules.running else None
-        return not isinstance(running, nn.modules.dropout._DropoutNd)
+        module = state.running[-1][0] if state.running else None
+        return not isinstance(module, nn.modules.dropout._DropoutNd)
 
     def _wrap_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

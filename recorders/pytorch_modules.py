@@ -31,6 +31,9 @@ from tracediff.recording import Frame, Patches
 
 COMPILED_NOTE: Final = "torch.compile ran eagerly while recording"
 
+_OURS: Final = -1
+"""The name of a hook; those that have handles are numbered from 0."""
+
 _is_compiling: Final = torch.compiler.is_compiling
 _tracing_state: Final = torch._C._get_tracing_state
 
@@ -51,11 +54,27 @@ class Call:
         return input_ports(self.module, self.args, self.kwargs)
 
 
+class _Hooks(dict[int, Any]):
+    """The hooks of a tensor, which the handles of others refer to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Hook(functools.partial[None]):
     """A hook of a tensor, without which the tensor may be saved: torch does not warn about it."""
 
     __slots__ = ()
     __torch_unserializable__ = True
+
+
+def _register(tensor: Any, hook: _Hook) -> None:
+    """As `tensor.register_hook` of a tensor that is no leaf, without the handle to remove it, which
+    takes longer to make than all the rest."""
+    if tensor._backward_hooks is None:
+        tensor._backward_hooks = _Hooks(((_OURS, hook),))
+        tensor.grad_fn._register_hook_dict(tensor)
+    else:
+        tensor.register_hook(hook)
 
 
 class ModuleHooks:
@@ -69,7 +88,6 @@ class ModuleHooks:
         skip: Where it is set, makes the outermost calls of steps that a rerun skips.
         replace: Where it is set, given each recorded call with the orders of its inputs by port
             (none for a call that a checkpoint repeats), returns the call to make instead.
-        running: Modules whose calls are being made, innermost last.
     """
 
     def __init__(self, state: State, patches: Patches) -> None:
@@ -82,7 +100,6 @@ class ModuleHooks:
         self.on_call: list[Callable[[nn.Module], None]] = []
         self.skip: Callable[[Call, str, Ports, bool], Any] | None = None
         self.replace: Callable[[Frame, Call, Mapping[str, int]], Call] | None = None
-        self.running: list[nn.Module] = []
 
     def install(self) -> None:
         checkpoint = torch.utils.checkpoint.CheckpointFunction
@@ -179,13 +196,11 @@ class ModuleHooks:
             given = {}
             for _, tensor in ports.tensors:
                 given[id(tensor)] = tensor._version
-            state.given.append(ports)
-            self.running.append(call.module)
+            state.running.append((call.module, ports))
             try:
                 output = call.run()
             finally:
-                self.running.pop()
-                state.given.pop()
+                state.running.pop()
             ports = output_ports(output)
             if is_new:
                 orders = self._emit(tape.emit_out, frame, ports, settings)
@@ -283,7 +298,7 @@ class ModuleHooks:
                 continue
             dims = hidden_dims(tensor, self._batch)
             twin = None if state.twin is None else state.twin(tensor)
-            orders[port] = emit(frame, port, array, dims, attributes, shard=shard, twin=twin)
+            orders[port] = emit(frame, port, array, dims, attributes, shard, twin)
             attributes = None
         return orders
 
@@ -293,8 +308,7 @@ class ModuleHooks:
         """Records the gradient of an output that has values, when there is one."""
         # A leaf outlives the step, and so would its hook; parameters have hooks of their own.
         if tensor.requires_grad and not tensor.is_leaf:
-            register: Any = tensor.register_hook
-            register(_Hook(self._state.emit_grad, frame, "grad_" + port, dims))
+            _register(tensor, _Hook(self._state.emit_grad, frame, "grad_" + port, dims))
 
     def _hook_parameters(self) -> None:
         """Records what each backward pass contributes to a parameter, before it is accumulated."""
@@ -317,19 +331,11 @@ class ModuleHooks:
             if (frame := state.tape.frame_of(path)) is not None:
                 inputs += frame.grads
                 inputs += frame.ins
-        call = state.backward_call
-        port = state.unique(named.path, call, "grad")
-        state.tape.emit(
-            "backward",
-            named.path,
-            port,
-            array,
-            call=call,
-            dims=named.dims,
-            shard=shard,
-            inputs=inputs,
-            twin=None if state.twin is None else state.twin(grad),
-        )
+        call, path = state.backward_call, named.path
+        port = state.unique(path, call, "grad")
+        about = "backward", path, call, port, "", "", named.dims, shard, tuple(inputs)
+        twin = None if state.twin is None else state.twin(grad)
+        state.tape.add(about, array, "tensor", None, twin)
 
     def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:

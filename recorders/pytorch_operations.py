@@ -407,7 +407,7 @@ class OperationHooks:
         known = self._state.memory_names.get(address_of(tensor))
         if known:
             return known[1]
-        for depth, ports in enumerate(self._state.given):
+        for depth, (_, ports) in enumerate(self._state.running):
             for port, value in ports.tensors if depth else ports.named():
                 if value is tensor:
                     return port

@@ -28,7 +28,7 @@ class State(Recording):
         backward_call: Index of the backward pass within the step (of the micro-batch).
         open: Calls that are running, innermost last; None for a repeated one that was not
             recorded the first time.
-        given: Arguments of the calls that are running, innermost last.
+        running: Modules whose calls are being made, with their arguments, innermost last.
         repeating: Whether a checkpoint computes again what it computed before.
         thread: Identity of the thread that runs the model.
         segments: For each reentrant checkpoint that runs for the first time, its calls so far.
@@ -47,7 +47,7 @@ class State(Recording):
         self.backward_call = 0
         self.open: list[Frame | None] = []
         self.segments: list[list[Frame]] = []
-        self.given: list[Ports] = []
+        self.running: list[tuple[torch.nn.Module, Ports]] = []
         self.repeating = False
         self.thread = 0
         self.read_part: Callable[[torch.Tensor], tuple[Any, str]] = read_part

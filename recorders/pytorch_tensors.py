@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
+from tracediff.kernels import array_of
 from tracediff.recorders import ports
 from tracediff.recorders.ports import PortNames, method_names
 from tracediff.recorders.pytorch_shards import local_part, shard_of
@@ -26,27 +27,13 @@ _SILENT: Final = (torch.dtype, torch.device, FunctionType, BuiltinFunctionType, 
 """Classes of arguments that hold no tensors and are not worth a word."""
 
 ORDINARY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_DIRECT: Final[Mapping[torch.dtype, str]] = {
-    torch.float32: "<f4",
-    torch.float64: "<f8",
-    torch.float16: "<f2",
-    torch.bfloat16: "<i2",
-    torch.int64: "<i8",
-    torch.int32: "<i4",
-    torch.uint8: "|u1",
-    torch.bool: "|b1",
-}
-"""How NumPy writes the types that both have, and the integers that bfloat16 travels as."""
-
-_STRIDED: Final = torch.strided
+_EXCHANGE: Final = torch.Tensor.__dlpack_c_exchange_api__
 _len_function: Final = torch._C._len_torch_function_stack
 _len_dispatch: Final = torch._C._len_torch_dispatch_stack
 _len_pre_dispatch: Final[Callable[[], int]] = torch._ops._len_torch_dispatch_stack_pre_dispatch
 _interpreters: Final = torch._C._functorch.peek_interpreter_stack
 
 Ports = ports.Ports[torch.Tensor]
-
-_BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 # NumPy has none of these: they travel as integers of the same width and are viewed again.
 _BIT_VIEWS: Final[Mapping[torch.dtype, tuple[torch.dtype, Any]]] = {
@@ -107,52 +94,18 @@ def from_numpy(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.array(array)).to(device)
 
 
-class _Memory:
-    """What NumPy takes for an array, and holds as long as it holds that."""
-
-    __slots__ = ("__array_interface__", "tensor")
-
-    tensor: torch.Tensor
-    __array_interface__: dict[str, Any]
-
-
 def memory_of(tensor: torch.Tensor) -> NDArray[Any] | None:
     """The memory of a tensor, if it is one of those that are nearly all, which the long way would
     take ten times as long to read: an ordinary one on the CPU, with no mode that could see us read
     it. Modes of dispatch see operations only, and nothing here is one.
 
-    DLPack would take three times as long, and `tensor.numpy()` forbid for good to resize it.
+    `tensor.numpy()` would forbid for good to resize it.
     """
     if type(tensor) not in ORDINARY or _len_function():
         return None
-    dtype = tensor.dtype
-    known = _DIRECT.get(dtype)
-    if (
-        known is None
-        or not tensor.is_cpu
-        or tensor.layout is not _STRIDED
-        or tensor.is_nested
-        or tensor.is_neg()
-        or _interpreters() is not None
-    ):
+    if tensor.is_neg() or _interpreters() is not None:
         return None
-    address = tensor.data_ptr()
-    if address == 0:  # empty, or its storage was freed
-        return None
-    memory, strides = _Memory(), None
-    if not tensor.is_contiguous():
-        size = tensor.element_size()
-        strides = tuple([size * step for step in tensor.stride()])
-    memory.tensor = tensor
-    memory.__array_interface__ = {
-        "version": 3,
-        "typestr": known,
-        "shape": tensor.shape,
-        "strides": strides,
-        "data": (address, True),
-    }
-    array = np.asarray(memory)
-    return array.view(_BFLOAT16) if dtype is torch.bfloat16 else array
+    return array_of(_EXCHANGE, tensor)
 
 
 @contextmanager

@@ -96,4 +96,4 @@ def layouts(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
     yield array[0, 0, 0].reshape(1, -1).T
     yield np.broadcast_to(array[:, :1], array.shape).swapaxes(1, 3)
     yield array[:, :0].T
-    yield array[0, 0, 0, 0]
+    yield array[0, 0, 0, :1].reshape(())

@@ -18,7 +18,7 @@ TIERS = (
     {"verdict", "operations"},
     {"trace"},
     {"deferred", "draws", "frames", "launched", "policy", "rerun", "source_lines", "summaries"},
-    {"unwritten"},
+    {"step_values"},
     {"tape"},
     {"consumers"},
     {"recording", "replaying", "compare", "rendering", "checkpoint"},

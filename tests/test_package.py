@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-PACKAGED = ("pyproject.toml", "README.md", "LICENSE", "src", "recorders", "replayers")
+PACKAGED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "src", "recorders", "replayers")
 
 pytestmark = pytest.mark.slow
 

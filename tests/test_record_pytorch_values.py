@@ -209,7 +209,13 @@ def test_to_numpy_reads_every_layout_and_refuses_what_has_no_values() -> None:
     array = to_numpy(strided)
     assert array is not None
     assert array.ctypes.data == strided.data_ptr()
+    assert not array.flags.writeable
     assert np.array_equal(array, [[0, 3], [1, 4], [2, 5]])
+    assert np.array_equal(to_numpy(torch.ones(2, 1).expand(2, 3)[:, ::2]), np.ones((2, 2)))
+    assert to_numpy(torch.empty(0, 3)).shape == (0, 3)
+    assert to_numpy(torch.tensor(2.5, requires_grad=True)) == 2.5
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int64):
+        assert to_numpy(torch.ones(3, dtype=dtype)).dtype.name == str(dtype).removeprefix("torch.")
     eighth = torch.tensor(0.125)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16):
         array = to_numpy(eighth.to(dtype))
@@ -218,6 +224,50 @@ def test_to_numpy_reads_every_layout_and_refuses_what_has_no_values() -> None:
     assert to_numpy(torch.empty(2, device="meta")) is None
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert to_numpy(nested) is None
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    assert to_numpy(freed) is None
+
+
+def test_an_array_outlives_its_tensor_and_leaves_it_as_it_was() -> None:
+    array = to_numpy(torch.arange(1000.0))
+    torch.full((1000,), 7.0)  # in the memory that a freed tensor would have left
+    assert np.array_equal(array, np.arange(1000))
+    tensor = torch.ones(3)
+    assert to_numpy(tensor) is not None
+    assert tensor.untyped_storage().resizable()
+
+
+def test_hooks_of_the_user_on_what_a_module_returns_work_as_ever(
+    record: Callable[..., Recording],
+) -> None:
+    """Those that were there before ours, those that come after it, and those that are removed."""
+    seen: list[str] = []
+
+    class Hooked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = 2 * x
+            y.register_hook(lambda grad: seen.append("before") or 3 * grad)
+            return y
+
+    class Plain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    model = nn.Sequential(nn.Linear(2, 2), Hooked(), Plain())
+
+    def job() -> None:
+        out = model(torch.ones(1, 2))
+        out.register_hook(lambda grad: seen.append("after") or 5 * grad)
+        out.register_hook(lambda grad: seen.append("removed")).remove()
+        assert out.grad_fn is not None
+        out.sum().backward()
+
+    trace = record(job)
+    assert seen == ["after", "before"]
+    assert trace["0/backward/2#0:grad_out"].tolist() == [[1, 1]]
+    assert trace["0/backward/1#0:grad_out"].tolist() == [[30, 30]]
+    assert trace["0/backward/0#0:grad_out"].tolist() == [[60, 60]]
 
 
 # ---- losses, optimizers, generators, settings ---------------------------------------------------

@@ -1,13 +1,26 @@
-"""What is known of a value is right, whether it was taken for a new one or not."""
+"""What is known of a value is right, whether it was taken for new or not, and the same in C."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracediff.kernels import unpacked
-from tracediff.summaries import Summaries, still
+from tests.kernel_values import layouts, needs_c, values
+from tracediff import kernels
+from tracediff.events import Event, Run
+from tracediff.kernels import STATISTICS, unpacked
+from tracediff.policy import Policy
+from tracediff.summaries import LARGEST_SCRATCH, Summaries, Summary, still
+from tracediff.tape import Tape
+from tracediff.trace import Trace, TraceWriter
+from tracediff.trace.dtypes import DTYPES
 from tracediff.trace.summary import digest, fingerprint, sketch
 
 VALUES = [np.full(size, value, np.float32) for value in (0.0, 1.5) for size in (1, 5_000, 40_000)]
@@ -22,7 +35,7 @@ def test_values_that_come_again_in_any_order(
     for step in steps:
         for place, sketched in step:
             value = VALUES[place]
-            found = summaries.of(value, sketched)
+            found = summaries.of(value, sketched, True)
             assert found.digest == digest(value)
             assert found.dtype == "float32"
             known = fingerprint(value, brief=brief)
@@ -38,7 +51,7 @@ def test_sketches_that_are_kept_are_not_written_over() -> None:
     arrays = np.random.default_rng(0).standard_normal((150, 300), np.float32)
     found = []
     for array in arrays:
-        found.append(summaries.of(array, sketched=True))
+        found.append(summaries.of(array, True, True))
         if len(found) % 40 == 0:
             summaries.advance()
     for array, known in zip(arrays, found, strict=True):
@@ -49,11 +62,95 @@ def test_a_sample_is_taken_when_it_is_first_asked_for() -> None:
     """A value that an update made is known without one when a module is given it."""
     summaries, value = Summaries(brief=True, sampled=True), VALUES[-1]
     other = value + np.float32(1)
-    made = summaries.of(value, False, sampled=False)
+    made = summaries.of(value, False, False)
     assert still(made, value) is None
     summaries.advance()
-    given = summaries.of(value, False)
+    given = summaries.of(value, False, True)
     assert still(given, value) is given
     assert still(given, value.reshape(2, -1)) is given
     assert still(given, other) is None
-    assert summaries.of(value, False, sampled=False) is given
+    assert summaries.of(value, False, False) is given
+
+
+@needs_c
+@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_the_c_code_finds_the_same(name: str, brief: bool) -> None:
+    plain = [values(name, size) for size in (0, 7, 61, 5_000, 70_000)]
+    arrays = [*plain, *layouts(values(name, 2 * 3 * 40 * 70).reshape(2, 3, 40, 70))]
+    native, other = (summaries(engine, brief) for engine in ("native", "numpy"))
+    for _ in range(2):
+        for array in arrays:
+            for asked in itertools.product((True, False), repeat=2):
+                found, expected = native.of(array, *asked), other.of(array, *asked)
+                assert type(found) is Summary
+                assert found[:2] == expected[:2] == (digest(array), array.dtype.name)
+                assert found.sample == expected.sample
+                known = unpacked(found.statistics), unpacked(expected.statistics)
+                np.testing.assert_allclose(*known, rtol=1e-12)
+                if asked[0]:
+                    np.testing.assert_array_equal(found.sketch, expected.sketch)
+        native.advance()
+        other.advance()
+
+
+@needs_c
+def test_an_array_too_large_for_a_copy_that_is_kept() -> None:
+    large = np.ones((2, (LARGEST_SCRATCH >> 3) + 1), np.float32).T
+    large[7, 1] = 3
+    found = summaries("native", brief=True).of(large, False, True)
+    sample = large.reshape(-1)[:: large.size // 8 | 1]
+    assert (found.digest, found.sample) == (digest(large), sample.tobytes())
+    assert unpacked(found.statistics)[STATISTICS.index("max")] == 3
+
+
+def summaries(engine: str, brief: bool) -> Summaries:
+    with kernels.using(engine):
+        return Summaries(brief, sampled=True)
+
+
+EMITTED = st.tuples(
+    st.sampled_from(["loading", "forward", "backward", "optimizer", "rendering"]),
+    st.sampled_from(["in", "out", "param", "update"]),
+    st.sampled_from(range(len(VALUES) + 1)),
+    st.booleans(),
+)
+"""Stage, port, place of the value (beyond the last one a text), and whether it is told to be the
+latest event of that value again."""
+
+
+@needs_c
+@given(
+    level=st.sampled_from(["digest", "module", "op-digest"]),
+    steps=st.lists(st.lists(EMITTED, max_size=6), max_size=4),
+)
+def test_events_are_the_same_where_c_code_keeps_them(
+    level: str, steps: list[list[tuple[str, str, int, bool]]]
+) -> None:
+    native, other = (recorded(engine, level, steps) for engine in ("native", "numpy"))
+    assert len(native) == sum(map(len, steps))
+    for found, expected in zip(native, other, strict=True):
+        assert replace(found, fingerprint=(), sketch=None) == replace(
+            expected, fingerprint=(), sketch=None
+        )
+        np.testing.assert_allclose(found.fingerprint, expected.fingerprint, rtol=1e-12)
+        assert (found.sketch is None) == (expected.sketch is None)
+        if found.sketch is not None:
+            np.testing.assert_array_equal(found.sketch, expected.sketch)
+
+
+def recorded(engine: str, level: str, steps: list[list[tuple[str, str, int, bool]]]) -> list[Event]:
+    """What a tape writes of the same events on an engine."""
+    with TemporaryDirectory() as folder, kernels.using(engine):
+        with Tape(
+            TraceWriter(Path(folder) / "t", Run(stack="pytorch", level=level)), Policy(level)
+        ) as tape:
+            for step in steps:
+                latest: dict[int, int] = {}
+                for call, (phase, port, place, again) in enumerate(step):
+                    value = VALUES[place].reshape(-1, 1).T if place < len(VALUES) else "text"
+                    twin = latest.get(place) if again and place < len(VALUES) else None
+                    latest[place] = tape.emit(phase, "a", port, value, call=call, twin=twin)
+                tape.advance()
+        trace = Trace(Path(folder) / "t")
+        return [event for step in trace.steps for event in trace.events(step)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 
-
-@dataclass(eq=False, slots=True)
 class Frame:
     """One call of one module while it runs, and afterwards what its gradients flow from.
 
@@ -13,18 +10,33 @@ class Frame:
         made: Orders of the outputs of the calls inside it.
     """
 
-    path: str
-    call: int
-    op: str
-    phase: str
-    parent: Frame | None
-    source: str = ""
-    ins: list[int] = field(default_factory=list)
-    outs: list[int] = field(default_factory=list)
-    grads: list[int] = field(default_factory=list)
-    made: list[int] = field(default_factory=list)
-    children: list[Frame] = field(default_factory=list)
-    step: int = 0
+    __slots__ = (
+        *("path", "call", "op", "phase", "parent", "source", "step"),
+        *("ins", "outs", "grads", "made", "children"),
+    )
+
+    def __init__(
+        self,
+        path: str,
+        call: int,
+        op: str,
+        phase: str,
+        parent: Frame | None,
+        source: str,
+        step: int,
+    ) -> None:
+        self.path = path
+        self.call = call
+        self.op = op
+        self.phase = phase
+        self.parent = parent
+        self.source = source
+        self.step = step
+        self.ins: list[int] = []
+        self.outs: list[int] = []
+        self.grads: list[int] = []
+        self.made: list[int] = []
+        self.children: list[Frame] = []
 
     def available(self) -> tuple[int, ...]:
         """Orders of what code in this call can have computed with so far."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from tracediff.errors import UsageError
 from tracediff.events import EXACT_KINDS
+from tracediff.trace.summary import SHORT_SKETCH, SKETCH_SIZE
 
 LEVELS: Final = ("digest", "module", "op-digest", "op")
 
@@ -72,8 +73,9 @@ class Policy:
             return False
         return self.only is None or _within(path.partition("@")[0], self.only)
 
-    def sketches(self, step: int, phase: str, port: str) -> str:
-        """What sketch an event without a payload keeps: a `whole` one, a `short` one, or none.
+    def buckets(self, step: int, phase: str, port: str) -> int:
+        """How many buckets of a sketch an event without a payload keeps: `SKETCH_SIZE` of a whole
+        one, `SHORT_SKETCH`, or 0 for none.
 
         A parameter, its update and the gradient that it is made of keep one at every step: what
         goes wrong in the optimizer's state shows in the update, and from then on in the parameter.
@@ -84,9 +86,9 @@ class Policy:
         is_state = phase == "optimizer" and port in ("grad", "update", "param")
         every = self.state_every if is_state else self.sketch_every
         if phase == "loading" or step < 3 or step % every == 0:
-            return "whole"
+            return SKETCH_SIZE
         is_result = phase == "forward" and port.startswith("out") and not self.operations
-        return "short" if is_state or is_result else ""
+        return SHORT_SKETCH if is_state or is_result else 0
 
 
 @functools.lru_cache(maxsize=1 << 16)

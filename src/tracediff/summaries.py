@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.kernels import every, pack, packed
-from tracediff.trace.summary import SKETCH_SIZE, digest, fingerprint, sketch, summary
+from tracediff.kernels import every, native_memo, pack, packed
+from tracediff.trace.summary import DETAIL_LIMIT, digest, fingerprint, sketch
 
 SAMPLED: Final = 1 << 16
 """Bytes from which to take a digest costs more than to look at some of the elements."""
 _ELEMENTS: Final = 8
-
-_SKETCHES: Final = 64
-"""For how many sketches memory is allocated at a time."""
 
 LARGEST_SCRATCH: Final = 64 << 20
 """Bytes of the memory that is kept for copies of what does not lie in C order."""
@@ -53,10 +50,13 @@ class Summaries:
     """Summarises arrays, each value once in a step and the one after it.
 
     Most values pass several ports unchanged, and frozen weights stay as they are. The digest is
-    taken each time: memory can be written to in ways that no framework counts. Of a value that is
-    expected to be new, all is found in one pass over the memory: steps are alike, so one is new
-    where the step before had a new one.
+    taken each time: memory can be written to in ways that no framework counts.
+
+    Attributes:
+        of: As `_Known.of`, which it is where the C code is not in use.
     """
+
+    of: Callable[[NDArray[Any], bool, bool], Summary]
 
     def __init__(self, brief: bool, sampled: bool = False) -> None:
         """
@@ -64,55 +64,39 @@ class Summaries:
             brief: Whether fingerprints are, see `trace.summary.fingerprint`.
             sampled: Whether to keep samples.
         """
-        self._brief = brief
-        self._sampled = sampled
-        self._known: dict[tuple[bytes, str], Summary] = {}
-        self._known_before = self._known
-        self._is_new: list[bool] = []
-        self._was_new = iter(self._is_new)
         self._scratch = np.empty(0, np.uint8)
-        self._rows: Iterator[NDArray[np.float64]] = iter(())
+        known = _Known(brief, sampled)
+        self.of = known.of
+        self._known: list[Any] = [known]
+        self._memo: Any = None
+        if (memo := native_memo()) is not None:
+            limit = -1 if brief else DETAIL_LIMIT
+            self._memo = memo(Summary, digest, name_of, _completed, known.of, limit, sampled)
+            self.of = self._memo.of
+            self._known.append(self._memo)
+
+    def adder(
+        self, kept: dict[Any, Any], emitted: dict[int, Summary], events: list[Any]
+    ) -> Callable[..., bool]:
+        """What `StepValues.add` does with the values that are nearly all, in C; see there.
+
+        Args:
+            kept, emitted, events: Of `StepValues`: what is kept of a value, summaries and events.
+
+        Returns:
+            A function of the arguments of `StepValues.add`, which says whether it did it: never
+            where the C code is not in use.
+        """
+        if self._memo is None:
+            return lambda *_: False
+        self._memo.attach(kept, emitted, events)
+        add: Callable[..., bool] = self._memo.add
+        return add
 
     def advance(self) -> None:
         """Begins the next step."""
-        self._known_before, self._known = self._known, {}
-        self._was_new, self._is_new = iter(self._is_new), []
-
-    def of(self, array: NDArray[Any], sketched: bool, sampled: bool = True) -> Summary:
-        """The summary of an array in C order, with its sketch if there is to be one.
-
-        Args:
-            sampled: Whether the value may come again in another shape, where samples are kept.
-        """
-        dtype, statistics, total = name_of(array.dtype), None, None
-        if next(self._was_new, True):
-            total = self._buckets() if sketched else None
-            of_value, statistics = summary(array, brief=self._brief, buckets=total)
-        else:
-            of_value = digest(array)
-        key = of_value, dtype
-        known = self._known.get(key) or self._known_before.get(key)
-        self._is_new.append(known is None)
-        if known is None:
-            statistics = statistics or packed(fingerprint(array, brief=self._brief))
-            sample = sample_of(array) if sampled and self._sampled else b""
-            known = Summary(of_value, dtype, statistics, total, sample)
-        elif sampled and self._sampled and not known.sample and (sample := sample_of(array)):
-            known = known._replace(sample=sample)
-        if sketched and known.sketch is None:
-            known = known._replace(sketch=sketch(array) if total is None else total)
-        self._known[key] = known
-        return known
-
-    def _buckets(self) -> NDArray[np.float64]:
-        """Memory for a sketch, which is allocated for many at a time: small pieces that are kept
-        would lie scattered between the framework's tensors, and tear up the room that these leave.
-        """
-        row = next(self._rows, None)
-        if row is None:
-            self._rows = iter(np.empty((_SKETCHES, SKETCH_SIZE)))
-            row = next(self._rows)
-        return row
+        for known in self._known:
+            known.advance()
 
     def packed(self, array: NDArray[Any]) -> NDArray[Any]:
         """A copy in C order of an array that is not, once for all that is done with it.
@@ -126,6 +110,45 @@ class Summaries:
         copy = self._scratch[: array.nbytes].view(array.dtype).reshape(array.shape)
         pack(array, copy)
         return copy
+
+
+class _Known:
+    """What was found of the values of a step and of the one before, of any array.
+
+    The C code (`kernels/native/memo.c`) does the same for nearly all, in fewer passes over them.
+    """
+
+    def __init__(self, brief: bool, sampled: bool) -> None:
+        self._brief = brief
+        self._sampled = sampled
+        self._now: dict[tuple[bytes, str], Summary] = {}
+        self._before = self._now
+
+    def advance(self) -> None:
+        self._before, self._now = self._now, {}
+
+    def of(self, array: NDArray[Any], sketched: bool, sampled: bool) -> Summary:
+        """The summary of an array, with its sketch if there is to be one.
+
+        Args:
+            sampled: Whether the value may come again in another shape, where samples are kept.
+        """
+        array = np.ascontiguousarray(array)
+        key = digest(array), name_of(array.dtype)
+        known = self._now.get(key) or self._before.get(key)
+        known = known or Summary(*key, packed(fingerprint(array, brief=self._brief)))
+        known = _completed(known, array, sketched, sampled and self._sampled)
+        self._now[key] = known
+        return known
+
+
+def _completed(known: Summary, array: NDArray[Any], sketched: bool, sampled: bool) -> Summary:
+    """A summary with what is asked for and was not before."""
+    if sampled and not known.sample and (sample := sample_of(array)):
+        known = known._replace(sample=sample)
+    if sketched and known.sketch is None:
+        known = known._replace(sketch=sketch(array))
+    return known
 
 
 def sample_of(array: NDArray[Any]) -> bytes:

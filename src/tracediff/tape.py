@@ -15,17 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.deferred import Deferred, Waiting
-from tracediff.events import Site, sample_step
+from tracediff.events import Site
 from tracediff.frames import Frame
 from tracediff.kernels import unpacked
 from tracediff.policy import Policy
 from tracediff.rerun import Rerun, RerunEnded
 from tracediff.source_lines import line_behind, user_line
-from tracediff.summaries import Found, Summaries, Summary, name_of, still
+from tracediff.step_values import StepValues
 from tracediff.trace import BufferedWriter, TraceWriter
 from tracediff.trace.rows import About
-from tracediff.trace.summary import Plain, digest, digest_value, euclidean_norm, plain
-from tracediff.unwritten import Unwritten
+from tracediff.trace.summary import Plain, digest, euclidean_norm, plain
 
 _BATCH_KINDS: Final = {
     **dict.fromkeys(("labels", "targets"), "labels"),
@@ -64,13 +63,10 @@ class Tape:
         self._stack: list[Frame] = []
         self._frames: dict[str, Frame] = {}
         self._batch: dict[bytes, int] = {}
-        self._emitted: dict[int, Summary] = {}
         self.waiting: Waiting[Recorded] = Waiting()
-        self._unwritten = Unwritten(writer)
-        self._kept: dict[tuple[str, str, str], tuple[bool, str]] = {}
+        self._values = StepValues(writer, policy)
         self._lock = threading.RLock()
         self._notes: list[str] = []
-        self._summaries = Summaries(policy.brief, policy.only_digests)
         self.on_step_start: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[NDArray[Any], str, int], None]] = []
         self.on_step_end: list[Callable[[], None]] = []
@@ -81,9 +77,6 @@ class Tape:
         self.settings_of_skipped: dict[str, Any] = {}
         self.step_started = False
         self.seen_model = False
-        self.seen_samples = False
-        self.loaded: dict[str, tuple[bytes, str]] = {}
-        """Digest and dtype of each parameter as loaded, by its path."""
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +107,7 @@ class Tape:
             for callback in self.on_step_end if self.step_started else ():
                 callback()
             self.settle()
-            self._unwritten.hand_over()
+            self._values.hand_over()
             self.writer.commit_step()
             self.step += 1
             self._order = 0
@@ -122,9 +115,7 @@ class Tape:
             self._calls.clear()
             self._frames.clear()
             self._batch.clear()
-            self._emitted.clear()
-            self._kept.clear()
-            self._summaries.advance()
+            self._values.begin(self.step)
             self.step_started = False
             if self.rerun is not None and self.step > self.rerun.stop:
                 raise RerunEnded
@@ -134,7 +125,7 @@ class Tape:
         try:
             with self._lock:
                 self.settle()
-                self._unwritten.hand_over()
+                self._values.hand_over()
         finally:
             self.writer.finish(status, error)
 
@@ -150,6 +141,16 @@ class Tape:
     def current(self) -> Frame | None:
         """The innermost call that is running."""
         return self._stack[-1] if self._stack else None
+
+    @property
+    def loaded(self) -> Mapping[str, tuple[bytes, str]]:
+        """Digest and dtype of each parameter as loaded, by its path."""
+        return self._values.loaded
+
+    @property
+    def seen_samples(self) -> bool:
+        """Whether a rendered sample was recorded."""
+        return self._values.seen_samples
 
     @property
     def recorded(self) -> int:
@@ -169,7 +170,7 @@ class Tape:
                 callback()
         parent = self.current
         source = source or (parent.source if parent else user_line())
-        frame = Frame(path, self.next_call(phase, path), op, phase, parent, source, step=self.step)
+        frame = Frame(path, self.next_call(phase, path), op, phase, parent, source, self.step)
         self.seen_model = True
         if parent is not None:
             parent.children.append(frame)
@@ -190,14 +191,14 @@ class Tape:
         """Digest of the event with this order in the current step."""
         if self.waiting.values:
             self.settle()
-        return self._emitted[order].digest
+        return self._values.summaries[order].digest
 
     def norm_of(self, order: int) -> float:
         """Euclidean norm of a tensor that was recorded in the current step, by its order."""
         if order < 0:  # in a step that a rerun skips
             return 0.0
         self.settle()
-        return euclidean_norm(unpacked(self._emitted[order].statistics))
+        return euclidean_norm(unpacked(self._values.summaries[order].statistics))
 
     def frame_of(self, path: str) -> Frame | None:
         """The last call of `path` in this step."""
@@ -210,9 +211,9 @@ class Tape:
         array: NDArray[Any] | Deferred,
         dims: tuple[str, ...] = (),
         attributes: Mapping[str, Any] | None = None,
-        kind: str = "tensor",
         shard: str = "",
         twin: int | None = None,
+        kind: str = "tensor",
     ) -> int:
         """Records an input of a call. Its inputs are what the calling code could have used.
 
@@ -349,17 +350,17 @@ class Tape:
                 return -1
             order = self._order
             self._order = order + 1
-            known = attributes or _NOTHING
-            if type(known) is not Plain:
-                known = Plain(plain(known))
-            recorded, waiting = (order, about, kind, known, twin), self.waiting
-            if (waiting.values or isinstance(value, Deferred)) and waiting.must_wait(value):
-                if waiting.add(value, recorded):
-                    self.settle()
-            else:
-                if waiting.values:
-                    self.settle()
-                self._write(value, recorded)
+            if type(attributes) is not Plain:
+                attributes = Plain(plain(attributes)) if attributes else _NOTHING
+            waiting = self.waiting
+            if not waiting.values and type(value) is not Deferred:
+                if not self._values.add_directly(value, order, about, kind, attributes, twin):
+                    self._values.add(value, order, about, kind, attributes, twin)
+            elif not waiting.must_wait(value):
+                self.settle()
+                self._values.add(value, order, about, kind, attributes, twin)
+            elif waiting.add(value, (order, about, kind, attributes, twin)):
+                self.settle()
         return order
 
     def settle(self) -> None:
@@ -367,59 +368,7 @@ class Tape:
         if self.waiting:
             with self._lock:
                 for value, recorded in self.waiting.take():
-                    self._write(value, recorded)
-
-    def _write(self, value: Any, recorded: Recorded) -> None:
-        """Summarises a value and hands its event to the writer, or keeps it to be handed over."""
-        order, about, kind, attributes, twin = recorded
-        phase, path, _, port, _, _, _, _, _ = about
-        if value is None and kind == "tensor":
-            kind = "setting"  # it was deferred, and turned out to have no values
-        keep, sketches = self._kept.get((phase, kind, port)) or self._keeps(phase, kind, path, port)
-        shape: tuple[int, ...] = ()
-        payload = other = None
-        if isinstance(value, np.ndarray):
-            shape = value.shape
-            # A payload must have its digest, even where memory was written to unseen since.
-            known = None if twin is None or keep else still(self._emitted.get(twin), value)
-            if known is not None and (known.sketch is not None or not sketches):
-                summary = known
-            else:
-                array = value if value.flags.c_contiguous else self._summaries.packed(value)
-                payload = array if keep else None
-                if phase == "rendering":
-                    summary = self._summarised(phase, path, array, sketches)
-                else:  # what an update makes is not looked at again in another shape
-                    summary = self._summaries.of(array, bool(sketches), phase != "optimizer")
-        elif type(value) is Found:
-            shape, summary = value
-        else:
-            other = plain(value)
-            summary = self._summarised(phase, path, other, sketches)
-        self._emitted[order] = summary
-        if phase == "loading" and port == "param":
-            self.loaded[path] = summary.digest, summary.dtype
-        event = order, about, kind, shape, other, summary, sketches, attributes
-        self._unwritten.add(self.step, phase, event, payload)
-
-    def _summarised(self, phase: str, path: str, value: Any, sketches: str) -> Summary:
-        """The summary of a value, with its sketch if one is kept."""
-        is_sample = phase == "rendering" and sample_step(path) is not None
-        self.seen_samples |= is_sample
-        if not isinstance(value, np.ndarray):
-            return Summary(digest_value(value))
-        if is_sample:
-            return Summary(digest(value), name_of(value.dtype))
-        return self._summaries.of(value, bool(sketches))
-
-    def _keeps(self, phase: str, kind: str, path: str, port: str) -> tuple[bool, str]:
-        """Whether the payload of an event is kept, and otherwise what sketch."""
-        keep = self.policy.keeps_payload(self.step, phase, kind, path)
-        is_sketched = kind == "tensor" and not keep
-        kept = keep, self.policy.sketches(self.step, phase, port) if is_sketched else ""
-        if self.policy.only is None:  # it is the same for all paths
-            self._kept[phase, kind, port] = kept
-        return kept
+                    self._values.add(value, *recorded)
 
     def emit_batch(self, name: str, array: NDArray[Any], call: int) -> int:
         """Records one field of a batch as the model (or the loss function) was given it."""

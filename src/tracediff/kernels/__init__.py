@@ -109,6 +109,21 @@ def using(name: str) -> Iterator[None]:
         _engine = before
 
 
+def native_memo() -> Any:
+    """The class in C of what was found of the values of two steps, see `tracediff.summaries`; None
+    where the C code is not in use."""
+    return getattr(_engine, "memo", None)
+
+
+array_of: Final[Callable[[Any, Any], NDArray[Any] | None]] = _engine.exchanged
+"""Called with what a class of tensors has as `__dlpack_c_exchange_api__`, and a tensor: an array
+that is a view of its memory and cannot be written to (DLPack 1.3, https://github.com/dmlc/dlpack).
+
+None where the C code is not in use, and for a tensor that is not on the CPU, has no memory of its
+own, or is of a type that is read by bits (8-bit floats) or not at all.
+"""
+
+
 def fingerprint(flat: NDArray[Any], *, full: bool) -> tuple[float, ...]:
     """One number per name in `STATISTICS`; all but the counts are 0 without finite elements.
 

@@ -1,45 +1,46 @@
-"""The functions of native/module.c: arrays as buffers, each with the code of its elements."""
+"""The functions of native/module.c: arrays that C code reads as they lie, see native/arrays.h."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 has_crc32: bool
 interface: int
 
-def summary(
-    data: NDArray[Any],
-    code: int,
-    full: bool,
-    hashed: bool,
-    total: NDArray[Any] | None,
-    /,
-) -> tuple[bytes | None, bytes]: ...
+def summary(array: NDArray[Any], full: bool, total: NDArray[Any] | None, /) -> Any: ...
 def digest_of_blocks(sums: NDArray[Any], tail: NDArray[Any], size: int, /) -> bytes | None: ...
-def signed_buckets(data: NDArray[Any], code: int, total: NDArray[Any], /) -> None: ...
+def signed_buckets(array: NDArray[Any], total: NDArray[Any], /) -> None: ...
 def differences(
     a: NDArray[Any],
-    code_a: int,
     b: NDArray[Any],
-    code_b: int,
     keep: NDArray[Any] | None,
     scale: float,
     rows: NDArray[Any],
     /,
 ) -> None: ...
-def largest_ulp(a: NDArray[Any], code_a: int, b: NDArray[Any], code_b: int, /) -> int: ...
-def within(
-    a: NDArray[Any],
-    code_a: int,
-    b: NDArray[Any],
-    code_b: int,
-    relative: float,
-    absolute: float,
-    /,
-) -> bool: ...
+def largest_ulp(a: NDArray[Any], b: NDArray[Any], /) -> int: ...
+def within(a: NDArray[Any], b: NDArray[Any], relative: float, absolute: float, /) -> bool: ...
 def pack(array: NDArray[Any], out: NDArray[Any], /) -> None: ...
 def every(array: NDArray[Any], step: int, /) -> bytes: ...
+def exchanged(api: Any, tensor: Any, /) -> NDArray[Any] | None: ...
 def stream(data: memoryview, out: memoryview, /) -> None: ...
 def crc32(data: bytes | memoryview, /) -> int: ...
 def place(piece: Any, at: int, head: bytes, crc_at: int, data: Any, /) -> int: ...
 def restrict(level: int, /) -> int: ...
+
+class Memo:
+    def __new__(
+        cls,
+        summary: type[tuple[Any, ...]],
+        digest: Callable[[NDArray[Any]], bytes],
+        name: Callable[[np.dtype[Any]], str],
+        complete: Callable[..., tuple[Any, ...]],
+        otherwise: Callable[..., tuple[Any, ...]],
+        detailed: int,
+        sampled: bool,
+        /,
+    ) -> Self: ...
+    def of(self, array: Any, sketched: bool, sampled: bool, /) -> Any: ...
+    def advance(self) -> None: ...

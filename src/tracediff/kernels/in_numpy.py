@@ -53,6 +53,10 @@ def statistics(array: NDArray[Any], full: bool) -> bytes:
     )
 
 
+def exchanged(api: Any, tensor: Any) -> None:
+    """See `tracediff.kernels.array_of`."""
+
+
 def summary(
     array: NDArray[Any], full: bool, total: NDArray[np.float64] | None
 ) -> tuple[bytes | None, bytes]:

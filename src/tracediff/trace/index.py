@@ -197,28 +197,34 @@ def step_index(
 
 
 def index_file(root: Path, rank: int, step: int) -> Path:
-    return root / INDEX / str(rank) / f"{step:08d}.json"
+    return Path(f"{root}/{INDEX}/{rank}/{step:08d}.json")
 
 
-def write_index(root: Path, rank: int, index: StepIndex) -> list[Path]:
-    """Writes the index of a step; returns its files."""
+def write_index(root: Path, rank: int, index: StepIndex, prefix: Prefix) -> list[Path]:
+    """Writes the index of a step; returns its files.
+
+    Args:
+        prefix: All steps up to this one.
+    """
     file = index_file(root, rank, index.step)
-    file.parent.mkdir(parents=True, exist_ok=True)
     written = [file]
     document = {name: getattr(index, name) for name in _FIELDS}
-    if (prefix := index.prefix) is not None:
-        document["prefix"] = {name: getattr(prefix, name) for name in _PREFIX_FIELDS}
-        if prefix.totals is not None and prefix.sums:
-            sums = prefix.totals[prefix.structure].astype("<f8", copy=False)
-            written.insert(0, file.with_suffix(SUMS))
-            _replace(written[0], sums.tobytes())
+    document["prefix"] = {name: getattr(prefix, name) for name in _PREFIX_FIELDS}
+    if prefix.totals is not None and prefix.sums:
+        sums = prefix.totals[prefix.structure].astype("<f8", copy=False)
+        written.insert(0, file.with_suffix(SUMS))
+        _replace(written[0], sums.tobytes())
     _replace(file, json.dumps(document).encode("ascii"))
     return written
 
 
 def _replace(file: Path, data: bytes) -> None:
     temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_bytes(data)
+    try:
+        temporary.write_bytes(data)
+    except FileNotFoundError:  # it is the first of its rank
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
     temporary.replace(file)
 
 

@@ -6,7 +6,8 @@ them need not be made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -36,6 +37,8 @@ Row = tuple[
 """An event: its head, then its digest, fingerprint (as `kernels.packed`, empty for none), sketch,
 the place of its payload, its value and its attributes. The sketch may be a whole one where the head
 says that a short one is kept."""
+
+head_of: Final[Callable[[Row], Head]] = itemgetter(0)
 
 _WIDTH: Final = len(FINGERPRINT_FIELDS)
 _NO_STATISTICS: Final = packed([float("nan")] * _WIDTH)
@@ -123,8 +126,8 @@ class Rows:
     @classmethod
     def of_events(cls, events: Iterable[Event]) -> Self:
         """Of events in any order."""
-        rows = sorted(map(row_of, events), key=order_of)
-        return cls(Outline([row[0] for row in rows]), rows)
+        rows = sorted(map(row_of, events), key=head_of)
+        return cls(Outline(list(map(head_of, rows))), rows)
 
     def __len__(self) -> int:
         return len(self.digests)
@@ -136,10 +139,6 @@ def _table(found: list[NDArray[np.float64]], size: int) -> NDArray[np.float64]:
         found = [each if each.size == size else shortened(each) for each in found]
     table = np.concatenate(found).reshape(len(found), -1)
     return table if table.shape[1] == size else shortened(table)
-
-
-def order_of(row: Row) -> int:
-    return row[0][0]
 
 
 def row_of(event: Event) -> Row:

@@ -14,7 +14,7 @@ from tracediff.trace.hierarchy import Hierarchy
 from tracediff.trace.index import StepIndex, step_index
 from tracediff.trace.manifest import FORMAT
 from tracediff.trace.names import key_of
-from tracediff.trace.rows import Row, Rows, order_of, row_of
+from tracediff.trace.rows import Row, Rows, head_of, row_of
 from tracediff.trace.sample_writer import SampleWriter
 from tracediff.trace.samples import GROUP
 from tracediff.trace.summary import SKETCHES, Plain, digest, plain
@@ -99,8 +99,8 @@ class SegmentWriter:
 
     def commit(self) -> StepIndex:
         """Finishes the file and renames it; returns its index."""
-        self.rows.sort(key=order_of)
-        rows = Rows(self._template.outline([row[0] for row in self.rows]), self.rows)
+        self.rows.sort(key=head_of)  # which begins with the order
+        rows = Rows(self._template.outline(list(map(head_of, self.rows))), self.rows)
         attributes = {
             "format": FORMAT,
             "step": self.step,

@@ -254,7 +254,7 @@ class TraceWriter:
 
     def _write_index(self, index: StepIndex) -> None:
         self._so_far = self._so_far.then(index)
-        for file in write_index(self._root, self.rank, replace(index, prefix=self._so_far)):
+        for file in write_index(self._root, self.rank, index, self._so_far):
             self._publish(file)
 
     def discard_step(self) -> None:

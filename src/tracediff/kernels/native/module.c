@@ -1,24 +1,9 @@
-/* The kernels as Python functions: buffers in, numbers out. They check sizes, and nothing else. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+/* The kernels as Python functions: arrays in, numbers out. They check types and sizes, and nothing else. */
+#include "arrays.h"
 
-#include "values.h"
+#define INTERFACE 11 /* raised with every change that ../in_c.py has to know of */
 
-#define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
-#define INTERFACE 10 /* raised with every change that ../in_c.py has to know of */
-
-#define RUN(BYTES, CALL)                                                                           \
-    do {                                                                                           \
-        if ((BYTES) >= MANY) {                                                                     \
-            Py_BEGIN_ALLOW_THREADS;                                                                \
-            CALL;                                                                                  \
-            Py_END_ALLOW_THREADS;                                                                  \
-        } else {                                                                                   \
-            CALL;                                                                                  \
-        }                                                                                          \
-    } while (0)
-
-/* The buffers of one call. */
+/* The buffers of one call, of what need not be an array. */
 typedef struct {
     Py_buffer view[3];
     int count;
@@ -41,20 +26,12 @@ static void *opened(Buffers *buffers, PyObject *object, int flags, size_t *size)
     return view->buf ? view->buf : "";
 }
 
-/* An array given by a buffer and the code of its elements. */
-static const void *array(Buffers *buffers, PyObject *const *args, int *code, size_t *n)
+static int read_array(PyObject *object, Elements *to)
 {
-    long number = PyLong_AsLong(args[1]);
-    if (number == -1 && PyErr_Occurred())
-        return NULL;
-    if (number < 0 || number >= CODES)
-        return PyErr_Format(PyExc_ValueError, "%ld is no code of an element type", number);
-    *code = (int)number;
-    const void *found = opened(buffers, args[0], PyBUF_SIMPLE, n);
-    if (found && (uintptr_t)found % WIDTH[number] && *n)
-        return PyErr_Format(PyExc_ValueError, "the array is not aligned to its elements");
-    *n /= WIDTH[number];
-    return found;
+    if (elements_of(object, to))
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "an array is not aligned numbers in C order");
+    return 0;
 }
 
 static int takes(Py_ssize_t wanted, Py_ssize_t found)
@@ -70,68 +47,34 @@ static PyObject *sizes_differ(Buffers *buffers)
     return closed(buffers, NULL);
 }
 
-/* In the order of ../__init__.py's STATISTICS. Zero is added to make -0.0 the 0.0 that it equals, so
- * that one value has one fingerprint. */
-static PyObject *statistics(const Moments *m, size_t n, int full, const double *chosen)
+/* Where a sketch is to be put; NULL with no exception for None. */
+static double *sketch_in(PyObject *object)
 {
-    double finite = (double)(n - m->nan - m->inf);
-    double known[] = {(double)n, (double)m->nan, (double)m->inf, (double)m->zero, m->sum / finite,
-        m->abs / finite, sqrt(m->square), full ? m->cube / finite : NAN,
-        full ? m->fourth / finite : NAN, m->low, chosen[0], chosen[1], chosen[2], chosen[3],
-        chosen[4], m->high};
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        known[i] = finite || i < 3 ? known[i] + 0.0 : 0.0;
-    return PyBytes_FromStringAndSize((const char *)known, sizeof known);
+    Elements to;
+    if (object == Py_None)
+        return NULL;
+    if (elements_of(object, &to) && to.code == F64 && to.n == BUCKETS)
+        return (double *)to.from;
+    PyErr_Format(PyExc_ValueError, "the sketch is no array of %d float64", BUCKETS);
+    return NULL;
 }
 
-/* Digest (None of few bytes, or of a PLAIN_PROCESSOR) and statistics; adds to the buckets of a sketch,
- * unless they are None. */
+/* Digest and statistics of an array, and a sketch unless it is None; None for one that is not read as it
+ * lies. */
 static PyObject *py_summary(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    static const double quantile[] = {0.05, 0.25, 0.5, 0.75, 0.95};
-    double chosen[] = {NAN, NAN, NAN, NAN, NAN}, *total = NULL;
-    Buffers buffers = {.count = 0};
-    Moments m;
-    Hash hash;
-    Sketch sketch;
-    unsigned char digest[16];
-    int code, done = 1;
-    size_t n = 0, size = 0;
+    double statistics[STATISTICS];
+    Elements elements;
     (void)self;
-    if (!takes(5, count))
+    if (!takes(3, count))
         return NULL;
-    int full = PyObject_IsTrue(args[2]);
-    const void *from = array(&buffers, args, &code, &n);
-    if (from && args[4] != Py_None) {
-        total = opened(&buffers, args[4], PyBUF_WRITABLE, &size);
-        if (total && size != BUCKETS * sizeof *total)
-            return sizes_differ(&buffers);
-    }
-    if (!from || (args[4] != Py_None && !total))
-        return closed(&buffers, NULL);
-    size_t bytes = n * WIDTH[code];
-    int hashed = PyObject_IsTrue(args[3]) && bytes > SHORT && processor >= AVX2_PROCESSOR;
-    Beside beside = {hashed ? &hash : NULL, total ? &sketch : NULL};
-    RUN(bytes, {
-        if (hashed)
-            hash_start(&hash, from, bytes);
-        if (total)
-            sketch_start(&sketch, from, code, n, total);
-        moments(from, code, n, full, &m, &beside);
-        if (hashed)
-            hash_end(&hash, bytes, digest);
-        done = !full || order_statistics(from, code, n, quantile, 5, chosen);
-    });
-    closed(&buffers, NULL);
-    if (!done)
-        return PyErr_NoMemory();
-    PyObject *of_bytes = hashed ? PyBytes_FromStringAndSize((char *)digest, sizeof digest)
-                                : Py_NewRef(Py_None);
-    PyObject *numbers = statistics(&m, n, full, chosen);
-    PyObject *result = of_bytes && numbers ? PyTuple_Pack(2, of_bytes, numbers) : NULL;
-    Py_XDECREF(of_bytes);
-    Py_XDECREF(numbers);
-    return result;
+    double *total = sketch_in(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!elements_of(args[0], &elements))
+        return Py_NewRef(Py_None);
+    PyObject *digest = summarised(&elements, args[1] == Py_True, total, statistics);
+    return digest ? Py_BuildValue("Ny#", digest, (char *)statistics, (Py_ssize_t)sizeof statistics) : NULL;
 }
 
 /* XXH3-128 of bytes that are elsewhere: of their whole blocks but the last one, which may be whole, what
@@ -169,92 +112,71 @@ static PyObject *py_digest_of_blocks(PyObject *self, PyObject *const *args, Py_s
 
 static PyObject *py_signed_buckets(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    Buffers buffers = {.count = 0};
-    int code;
-    size_t n = 0, size = 0;
+    Elements of;
     (void)self;
-    if (!takes(3, count))
+    if (!takes(2, count) || !read_array(args[0], &of))
         return NULL;
-    const void *from = array(&buffers, args, &code, &n);
-    double *total = from ? opened(&buffers, args[2], PyBUF_WRITABLE, &size) : NULL;
+    double *total = sketch_in(args[1]);
     if (!total)
-        return closed(&buffers, NULL);
-    if (size != BUCKETS * sizeof *total)
-        return sizes_differ(&buffers);
-    RUN(buffers.view->len, signed_buckets(from, code, n, total));
-    return closed(&buffers, Py_NewRef(Py_None));
+        return NULL;
+    RUN(of.bytes, signed_buckets(of.from, of.code, of.n, total));
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *py_differences(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    Buffers buffers = {.count = 0}, others = {.count = 0};
-    int code_a, code_b;
-    size_t n = 0, n_b = 0, kept = 0, size = 0;
+    Buffers buffers = {.count = 0};
+    Elements a, b;
+    size_t kept = 0, size = 0;
     const uint8_t *keep = NULL;
     (void)self;
-    if (!takes(7, count))
+    if (!takes(5, count) || !read_array(args[0], &a) || !read_array(args[1], &b))
         return NULL;
-    double scale = PyFloat_AsDouble(args[5]);
+    double scale = PyFloat_AsDouble(args[3]);
     if (PyErr_Occurred())
         return NULL;
-    const void *a = array(&buffers, args, &code_a, &n);
-    const void *b = a ? array(&buffers, args + 2, &code_b, &n_b) : NULL;
-    Figures *rows = b ? opened(&buffers, args[6], PyBUF_WRITABLE, &size) : NULL;
-    if (rows && args[4] != Py_None) {
-        keep = opened(&others, args[4], PyBUF_SIMPLE, &kept);
+    Figures *rows = opened(&buffers, args[4], PyBUF_WRITABLE, &size);
+    if (rows && args[2] != Py_None) {
+        keep = opened(&buffers, args[2], PyBUF_SIMPLE, &kept);
         rows = keep ? rows : NULL;
     }
-    PyObject *result = NULL;
-    if (rows) {
-        if (n != n_b || (keep && kept != n) || size != (n + BLOCK - 1) / BLOCK * sizeof *rows)
-            sizes_differ(&others);
-        else {
-            RUN(buffers.view->len, differences(a, code_a, b, code_b, keep, n, scale, rows));
-            result = Py_NewRef(Py_None);
-        }
-    }
-    closed(&others, NULL);
-    return closed(&buffers, result);
+    if (!rows)
+        return closed(&buffers, NULL);
+    if (a.n != b.n || (keep && kept != a.n) || size != (a.n + BLOCK - 1) / BLOCK * sizeof *rows)
+        return sizes_differ(&buffers);
+    RUN(a.bytes, differences(a.from, a.code, b.from, b.code, keep, a.n, scale, rows));
+    return closed(&buffers, Py_NewRef(Py_None));
 }
 
 static PyObject *py_largest_ulp(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Buffers buffers = {.count = 0};
-    int code_a, code_b;
-    size_t n = 0, n_b = 0;
+    Elements a, b;
     uint64_t found;
     (void)self;
-    if (!takes(4, count))
+    if (!takes(2, count) || !read_array(args[0], &a) || !read_array(args[1], &b))
         return NULL;
-    const void *a = array(&buffers, args, &code_a, &n);
-    const void *b = a ? array(&buffers, args + 2, &code_b, &n_b) : NULL;
-    if (!b)
-        return closed(&buffers, NULL);
-    if (n != n_b || code_a != code_b)
+    if (a.n != b.n || a.code != b.code)
         return sizes_differ(&buffers);
-    RUN(buffers.view->len, found = largest_ulp(a, b, code_a, n));
-    return closed(&buffers, PyLong_FromUnsignedLongLong(found));
+    RUN(a.bytes, found = largest_ulp(a.from, b.from, a.code, a.n));
+    return PyLong_FromUnsignedLongLong(found);
 }
 
 static PyObject *py_within(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Buffers buffers = {.count = 0};
-    int code_a, code_b, found;
-    size_t n = 0, n_b = 0;
+    Elements a, b;
+    int found;
     (void)self;
-    if (!takes(6, count))
+    if (!takes(4, count) || !read_array(args[0], &a) || !read_array(args[1], &b))
         return NULL;
-    double rel = PyFloat_AsDouble(args[4]), abs = PyFloat_AsDouble(args[5]);
+    double relative = PyFloat_AsDouble(args[2]), absolute = PyFloat_AsDouble(args[3]);
     if (PyErr_Occurred())
         return NULL;
-    const void *a = array(&buffers, args, &code_a, &n);
-    const void *b = a ? array(&buffers, args + 2, &code_b, &n_b) : NULL;
-    if (!b)
-        return closed(&buffers, NULL);
-    if (n != n_b)
+    if (a.n != b.n)
         return sizes_differ(&buffers);
-    RUN(buffers.view->len, found = within(a, code_a, b, code_b, n, rel, abs));
-    return closed(&buffers, PyBool_FromLong(found));
+    RUN(a.bytes, found = within(a.from, a.code, b.from, b.code, a.n, relative, absolute));
+    return PyBool_FromLong(found);
 }
 
 static PyObject *py_crc32(PyObject *self, PyObject *data)
@@ -316,50 +238,31 @@ static PyObject *py_place(PyObject *self, PyObject *const *args, Py_ssize_t coun
 
 static PyObject *py_pack(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    Buffers buffers = {.count = 0};
-    Axis axis[MOST_AXES];
-    size_t n = 0, size = 0;
     (void)self;
     if (!takes(2, count))
         return NULL;
-    const char *from = opened(&buffers, args[0], PyBUF_STRIDED_RO, &n);
-    char *to = from ? opened(&buffers, args[1], PyBUF_WRITABLE, &size) : NULL;
-    if (!to)
-        return closed(&buffers, NULL);
-    const Py_buffer *view = &buffers.view[0];
-    size_t width = (size_t)view->itemsize;
-    if (size != n || view->ndim > MOST_AXES || width > 16 || width & (width - 1))
-        return sizes_differ(&buffers);
-    for (int a = 0; a < view->ndim; a++)
-        axis[a].size = (size_t)view->shape[a], axis[a].step = view->strides[a];
-    RUN(n, pack(from, view->ndim, axis, width, to));
-    return closed(&buffers, Py_NewRef(Py_None));
+    if (!PyArray_Check(args[0]) || !PyArray_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "only arrays can be packed");
+    PyArrayObject *from = (PyArrayObject *)args[0], *to = (PyArrayObject *)args[1];
+    size_t width = (size_t)PyArray_ITEMSIZE(from);
+    if (!PyArray_ISCARRAY(to) || PyArray_NBYTES(to) != PyArray_NBYTES(from) || width > 16
+        || !width || width & (width - 1))
+        return PyErr_Format(PyExc_ValueError, "the arrays cannot be packed into one another");
+    packed(from, PyArray_BYTES(to));
+    return Py_NewRef(Py_None);
 }
 
 /* Every `step`th element of an array of any layout, in C order, as bytes. */
 static PyObject *py_every(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    Buffers buffers = {.count = 0};
-    size_t n = 0;
     (void)self;
     if (!takes(2, count))
         return NULL;
     Py_ssize_t step = PyLong_AsSsize_t(args[1]);
-    if (step < 1)
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "the step is below 1");
-    const char *from = opened(&buffers, args[0], PyBUF_STRIDED_RO, &n);
-    if (!from)
-        return NULL;
-    const Py_buffer *view = &buffers.view[0];
-    Py_ssize_t width = view->itemsize, size = view->len / width;
-    PyObject *result = PyBytes_FromStringAndSize(NULL, (size + step - 1) / step * width);
-    for (Py_ssize_t i = 0; result && i < size; i += step) {
-        const char *element = from;
-        for (Py_ssize_t a = view->ndim - 1, rest = i; a >= 0; rest /= view->shape[a--])
-            element += rest % view->shape[a] * view->strides[a];
-        memcpy(PyBytes_AS_STRING(result) + i / step * width, element, (size_t)width);
-    }
-    return closed(&buffers, result);
+    if (step < 1 || !PyArray_Check(args[0]))
+        return PyErr_Occurred() ? NULL
+                                : PyErr_Format(PyExc_ValueError, "no array, or the step is below 1");
+    return every((PyArrayObject *)args[0], step);
 }
 
 /* For tests: leaves unused what the processor has beyond a level of `values.h`; returns the highest. */
@@ -389,15 +292,21 @@ static PyMethodDef functions[] = {
     FUNCTION(crc32, METH_O),
     FUNCTION(place, METH_FASTCALL),
     FUNCTION(restrict, METH_O),
+    FUNCTION(exchanged, METH_FASTCALL),
     {NULL, NULL, 0, NULL},
 };
 
 static int start(PyObject *module)
 {
     processor = processor_found();
-    return PyModule_AddIntConstant(module, "interface", INTERFACE)
+    if (load_arrays())
+        return -1;
+    PyObject *memo = PyType_FromModuleAndSpec(module, &memo_spec, NULL);
+    int failed = PyModule_AddIntConstant(module, "interface", INTERFACE)
         || PyModule_AddObjectRef(module, "has_crc32", has_crc() ? Py_True : Py_False)
-        ? -1 : 0;
+        || PyModule_AddObjectRef(module, "Memo", memo);
+    Py_XDECREF(memo);
+    return failed ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {

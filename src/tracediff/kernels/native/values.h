@@ -34,12 +34,12 @@
 #define INLINE static inline __attribute__((always_inline))
 #define HIDDEN __attribute__((visibility("hidden")))
 
-/* The codes of ../in_c.py. */
+/* Codes of types of elements. */
 enum { BOOL, U8, I8, U16, I16, U32, I32, U64, I64, F16, BF16, F32, F64, CODES };
 
 static const unsigned char WIDTH[CODES] = {1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8};
 
-/* Arrays are aligned (module.c checks that), and are read as numbers and as bits. */
+/* Arrays are aligned (arrays.c checks that), and are read as numbers and as bits. */
 #define ALIAS __attribute__((may_alias))
 typedef uint16_t ALIAS u16;
 typedef int16_t ALIAS i16;
