@@ -87,14 +87,14 @@ class StepValues:
                 (order, about, kind, value.shape, None, known, buckets, attributes)
             )
         else:
-            self._add_rare(value, order, about, kind, attributes)
+            self._add_other(value, order, about, kind, attributes, kept)
 
-    def _add_rare(self, value: Any, order: int, about: About, kind: str, attributes: Plain) -> None:
+    def _add_other(
+        self, value: Any, order: int, about: About, kind: str, attributes: Plain, kept: Kept
+    ) -> None:
         """As `add`, of what is no array or has a payload, is rendered or loaded."""
-        if value is None and kind == "tensor":
-            kind = "setting"  # it was deferred, and turned out to have no values
         phase, path, _, port, *_ = about
-        _, keep, buckets, sampled = self._keeps(about, kind)
+        _, keep, buckets, sampled = kept
         is_sample = phase == "rendering" and sample_step(path) is not None
         self.seen_samples |= is_sample
         shape: tuple[int, ...] = ()
@@ -110,6 +110,8 @@ class StepValues:
         elif type(value) is Found:
             shape, summary = value
         else:
+            if value is None and kind == "tensor":
+                kind = "setting"  # it was deferred, and turned out to have no values
             other, buckets = plain(value), 0
             summary = Summary(digest_value(other))
         self.summaries[order] = summary
