@@ -96,8 +96,8 @@ def from_numpy(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> NDArray[Any] | None:
     """The memory of a tensor, if it is one of those that are nearly all, which the long way would
-    take ten times as long to read: an ordinary one on the CPU, with no mode that could see us read
-    it. Modes of dispatch see operations only, and nothing here is one.
+    take more than ten times as long to read: an ordinary one on the CPU, with no mode that could
+    see us read it. Modes of dispatch see operations only, and nothing here is one.
 
     `tensor.numpy()` would forbid for good to resize it.
     """

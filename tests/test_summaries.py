@@ -139,6 +139,23 @@ def test_events_are_the_same_where_c_code_keeps_them(
             np.testing.assert_array_equal(found.sketch, expected.sketch)
 
 
+@pytest.mark.parametrize("engine", [pytest.param("native", marks=needs_c), "numpy"])
+def test_a_view_is_not_hashed_again_unless_it_is_seen_to_have_changed(
+    tmp_path: Path, engine: str
+) -> None:
+    value = np.arange(40_000, dtype=np.float32)
+    run = Run(stack="pytorch", level="op-digest")
+    with kernels.using(engine), Tape(TraceWriter(tmp_path / "t", run), Policy("op-digest")) as tape:
+        made = tape.emit("forward", "a", "out", value)
+        value[1] = 7  # of which there is no sample
+        tape.emit("forward", "b", "in", value, twin=made)
+        value[0] = 7
+        tape.emit("forward", "c", "in", value, twin=made)
+    first, same, changed = Trace(tmp_path / "t").events()
+    assert same.digest == first.digest == digest(np.arange(40_000, dtype=np.float32))
+    assert changed.digest == digest(value)
+
+
 def recorded(engine: str, level: str, steps: list[list[tuple[str, str, int, bool]]]) -> list[Event]:
     """What a tape writes of the same events on an engine."""
     with TemporaryDirectory() as folder, kernels.using(engine):

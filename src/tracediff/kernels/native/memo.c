@@ -4,8 +4,8 @@
  * new where the step before had a new one. */
 #include "arrays.h"
 
-#define SAMPLED (1 << 16) /* bytes from which a value has a sample */
-#define SAMPLE 8          /* elements of it */
+#define SAMPLED (1 << 16) /* bytes from which a value has a sample, as there */
+#define SAMPLE 8          /* elements of it, likewise */
 #define TOGETHER 64       /* sketches that memory is allocated for at a time */
 #define SCRATCH (1 << 20) /* bytes of a copy that memory is held for at least, and at most */
 #define LARGEST (64 << 20)

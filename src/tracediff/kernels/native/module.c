@@ -47,12 +47,10 @@ static PyObject *sizes_differ(Buffers *buffers)
     return closed(buffers, NULL);
 }
 
-/* Where a sketch is to be put; NULL with no exception for None. */
+/* Where a sketch is to be put; NULL with an exception for any other object. */
 static double *sketch_in(PyObject *object)
 {
     Elements to;
-    if (object == Py_None)
-        return NULL;
     if (elements_of(object, &to) && to.code == F64 && to.n == BUCKETS)
         return (double *)to.from;
     PyErr_Format(PyExc_ValueError, "the sketch is no array of %d float64", BUCKETS);
@@ -68,13 +66,14 @@ static PyObject *py_summary(PyObject *self, PyObject *const *args, Py_ssize_t co
     (void)self;
     if (!takes(3, count))
         return NULL;
-    double *total = sketch_in(args[2]);
-    if (PyErr_Occurred())
+    double *total = args[2] == Py_None ? NULL : sketch_in(args[2]);
+    if (!total && args[2] != Py_None)
         return NULL;
     if (!elements_of(args[0], &elements))
         return Py_NewRef(Py_None);
     PyObject *digest = summarised(&elements, args[1] == Py_True, total, statistics);
-    return digest ? Py_BuildValue("Ny#", digest, (char *)statistics, (Py_ssize_t)sizeof statistics) : NULL;
+    Py_ssize_t size = sizeof statistics;
+    return digest ? Py_BuildValue("Ny#", digest, (char *)statistics, size) : NULL;
 }
 
 /* XXH3-128 of bytes that are elsewhere: of their whole blocks but the last one, which may be whole, what
