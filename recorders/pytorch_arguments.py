@@ -151,6 +151,7 @@ class Function:
         on_lists: Whether it works on lists, element by element (`_foreach_add_`).
         doubtful: Whether the memory of its tensors may be written to by what is not recorded, or
             by itself though its schema does not say so (`native_batch_norm`).
+        fills: Whether that goes for its results only: memory that it fills to be written to.
         collective: Whether other processes take part in it. What it writes is there once the
             program has waited for it.
     """
@@ -164,6 +165,7 @@ class Function:
     scratch: tuple[int, ...]
     on_lists: bool
     doubtful: bool
+    fills: bool
     collective: bool
 
 
@@ -205,6 +207,7 @@ def _function_of(func: Any) -> Function:
     namespace, base = getattr(func, "namespace", ""), base_name("pytorch", name)
     collective = namespace == _COLLECTIVES
     parameters = None if schema is None else _parameters(name, schema, collective)
+    fills = canonical_operation("pytorch", name) in _FILLED
     return Function(
         name=name,
         parameters=parameters,
@@ -214,9 +217,8 @@ def _function_of(func: Any) -> Function:
         uninitialised=base in _UNINITIALISED,
         scratch=() if schema is None else _scratch(base, schema),
         on_lists=name.partition(".")[2].startswith(_ON_LISTS),
-        doubtful=namespace not in _OWN
-        or base in _UNTOLD
-        or canonical_operation("pytorch", name) in _FILLED,
+        doubtful=fills or namespace not in _OWN or base in _UNTOLD,
+        fills=fills,
         collective=collective,
     )
 

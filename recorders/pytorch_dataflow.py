@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 _STRIDED: Final = torch.strided
 
@@ -24,14 +25,15 @@ class Memory:
     """What is known about one storage.
 
     Attributes:
-        reference: Keeps the storage's address from being used again, not its memory.
+        reference: Takes it out of what is known when the storage is freed, whose address is then
+            used again.
         writer: Order of the event that last wrote to it, through whichever view; None as long as
             it holds whatever was there before.
         holders: For each view, the order of the event with its value; of one that is contiguous
             also for where it begins and how many elements it has.
     """
 
-    reference: StorageWeakRef
+    reference: weakref.ref[torch.UntypedStorage]
     writer: int | None
     holders: dict[View, int] = field(default_factory=dict)
 
@@ -53,18 +55,17 @@ class Held(NamedTuple):
 class DataFlow:
     """Knows tensors by the memory that they look at, not by their Python objects.
 
-    Autograd makes new tensor objects for views and for what it saved, and addresses are used again
-    after a storage is freed.
+    Autograd makes new tensor objects for views and for what it saved. Of a storage that is freed
+    nothing is kept: not even a small piece between the tensors, which would tear up the room that
+    they leave, so that the next ones need new memory of the system.
     """
 
     def __init__(self) -> None:
         self._memory: dict[int, Memory] = {}
-        self._doubted: dict[int, StorageWeakRef] = {}
+        self._doubted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def clear(self) -> None:
         self._memory.clear()
-        doubted: Any = self._doubted
-        self._doubted = {key: each for key, each in doubted.items() if not each.expired()}
 
     def current(self, look: Look | None) -> int | None:
         """The event with a tensor's value; None where it is not known, or no longer has it."""
@@ -91,7 +92,8 @@ class DataFlow:
             return
         memory = self._memory.get(look[0])
         if memory is None:
-            memory = self._memory[look[0]] = Memory(_reference(tensor), order)
+            memory = Memory(_reference(tensor.untyped_storage(), self._memory), order)
+            self._memory[look[0]] = memory
         if written or memory.writer is None:
             memory.writer = order
         memory.holders[look[1]] = order
@@ -119,7 +121,7 @@ class DataFlow:
         """Says that a tensor's memory may be written to by what is not recorded, now or later."""
         key = address_of(tensor)
         if key is not None and key not in self._doubted:
-            self._doubted[key] = _reference(tensor)
+            self._doubted[key] = _reference(tensor.untyped_storage(), self._doubted)
 
     def blank(self, tensor: torch.Tensor) -> None:
         """Says that the tensor's memory was allocated, and not written to."""
@@ -128,8 +130,7 @@ class DataFlow:
 
     def blank_storage(self, storage: torch.UntypedStorage) -> None:
         """As `blank`, of all that looks at a storage."""
-        found: Any = storage
-        self._memory[found._cdata] = Memory(_reference_to(storage), None)
+        self._memory[_key_of(storage)] = Memory(_reference(storage, self._memory), None)
 
     def is_blank(self, look: Look | None) -> bool:
         memory = self._memory.get(look[0]) if look is not None else None
@@ -178,10 +179,9 @@ def address_of(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     try:
-        storage: Any = tensor.untyped_storage()
+        return _key_of(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
         return None
-    return int(storage._cdata)
 
 
 def look_of(tensor: torch.Tensor) -> Look | None:
@@ -208,11 +208,15 @@ def _run_of(tensor: torch.Tensor, look: Look) -> View:
     return offset, tensor.numel(), *kind
 
 
-def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    return _reference_to(tensor.untyped_storage())
+def _key_of(storage: Any) -> int:
+    return int(storage._cdata)
 
 
-def _reference_to(storage: torch.UntypedStorage) -> StorageWeakRef:
-    weak: Any = StorageWeakRef
-    found: StorageWeakRef = weak(storage)
-    return found
+def _reference(
+    storage: torch.UntypedStorage, known: dict[int, Any]
+) -> weakref.ref[torch.UntypedStorage]:
+    """A reference that takes the storage out of a table of what is known when it is freed.
+
+    The Python object of a storage lasts as long as the storage does.
+    """
+    return weakref.ref(storage, partial(known.pop, _key_of(storage)))

@@ -297,7 +297,7 @@ class ModuleHooks:
                 state.tape.note("tensors without plain values of their own were left out")
                 continue
             dims = hidden_dims(tensor, self._batch)
-            twin = None if state.twin is None else state.twin(tensor)
+            twin = state.twin(tensor)
             orders[port] = emit(frame, port, array, dims, attributes, shard, twin)
             attributes = None
         return orders
@@ -334,8 +334,7 @@ class ModuleHooks:
         call, path = state.backward_call, named.path
         port = state.unique(path, call, "grad")
         about = "backward", path, call, port, "", "", named.dims, shard, tuple(inputs)
-        twin = None if state.twin is None else state.twin(grad)
-        state.tape.add(about, array, "tensor", None, twin)
+        state.tape.add(about, array, "tensor", None, state.twin(grad))
 
     def _wrap_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:

@@ -355,7 +355,8 @@ class OperationHooks:
 
     def _doubt(self, call: Call, result: Any) -> None:
         """Takes no value of its tensors for known where unseen code may write to them."""
-        for tensor in flat([*call.args, *call.kwargs.values(), result]):
+        given = () if call.function.fills else (*call.args, *call.kwargs.values())
+        for tensor in flat([*given, result]):
             self._flow.doubt(tensor)
 
     def _unseen(self, written: Iterable[Output]) -> None:

@@ -107,8 +107,9 @@ class OptimizerHooks:
             inputs = self._load_state(optimizer, path, parameter)
             found = parameter.grad
             grad, shard = (None, "") if found is None else self._state.read_part(found)
-            if grad is not None:
-                inputs.append(self._emit(parameter, path, "grad", grad, op=op, shard=shard))
+            if found is not None and grad is not None:
+                twin = self._state.twin(found)
+                inputs.append(self._emit(parameter, path, "grad", grad, op, (), shard, twin))
                 grads.append(inputs[-1])
             hyper = hyper_parameters(optimizer, group, parameter)
             inputs.append(self._emit(parameter, path, "hyper", hyper, op=op))
@@ -129,9 +130,9 @@ class OptimizerHooks:
         for updated in self._pending:
             parameter, inputs = updated.parameter, list(updated.inputs)
             path = self._path(updated.index, parameter)  # a closure may have named it by now
-            for name, value, shard in self._state_tensors(optimizer, parameter):
+            for name, value, shard, twin in self._state_tensors(optimizer, parameter):
                 port = f"state.{name}"
-                order = self._emit(parameter, path, port, value, op, updated.inputs, shard)
+                order = self._emit(parameter, path, port, value, op, updated.inputs, shard, twin)
                 inputs.append(order)
             after, shard = self._state.read_part(parameter)
             with out_of_sight():
@@ -140,7 +141,8 @@ class OptimizerHooks:
             if update is not None:
                 inputs = [self._emit(parameter, path, "update", update, op, inputs, shard)]
             if after is not None:
-                self._emit(parameter, path, "param", after, op, inputs, shard)
+                twin = self._state.twin(parameter)
+                self._emit(parameter, path, "param", after, op, inputs, shard, twin)
         self._pending = []
         self._state.tape.advance()
 
@@ -177,20 +179,20 @@ class OptimizerHooks:
         self._loaded.set(parameter, True)
         return [
             self._state.tape.emit("loading", path, f"state.{name}", value, shard=shard)
-            for name, value, shard in self._state_tensors(optimizer, parameter)
+            for name, value, shard, _ in self._state_tensors(optimizer, parameter)
         ]
 
     def _state_tensors(
         self, optimizer: Optimizer, parameter: torch.Tensor
-    ) -> Iterator[tuple[str, Any, str]]:
-        """Tensors that an optimizer keeps for a parameter, each with which part of it this is; its
-        step counter is a hyper-parameter."""
+    ) -> Iterator[tuple[str, Any, str, int | None]]:
+        """Tensors that an optimizer keeps for a parameter, each with which part of it this is and
+        with the event that holds its value; its step counter is a hyper-parameter."""
         state: Mapping[str, Any] = optimizer.state.get(parameter, {})
         for name, value in state.items():
             if name != "step" and isinstance(value, torch.Tensor):
                 read, shard = self._state.read_part(value)
                 if read is not None:
-                    yield name, read, shard
+                    yield name, read, shard, self._state.twin(value)
 
     def _emit(
         self,
@@ -201,13 +203,14 @@ class OptimizerHooks:
         op: str,
         inputs: Sequence[int] = (),
         shard: str = "",
+        twin: int | None = None,
     ) -> int:
         named = self._state.roots.named(parameter)
         own = tuple(local_part(parameter).shape)
         shape = value.array.shape if isinstance(value, Deferred) else np.shape(value)
         dims = named.dims if named and shape == own else ()
         return self._state.tape.emit(
-            "optimizer", path, port, value, op=op, dims=dims, shard=shard, inputs=inputs
+            "optimizer", path, port, value, op=op, dims=dims, shard=shard, inputs=inputs, twin=twin
         )
 
     def _trajectory(self, path: str, value: np.float64) -> None:

@@ -85,13 +85,11 @@ class RopeHooks:
         dims = _DIMS if rotated.ndim == len(_DIMS) else ()
         modules, tape = self._modules, self._state.tape
         is_new, frame = modules.is_new, modules.begin(f"{parent.path}.rope", "RoPE")
-        find_twin = self._state.twin
         try:
             array = to_numpy(rotated)
             if is_new and frame is not None and array is not None:
                 tape.emit_in(frame, "in", before, dims)
-                twin = None if find_twin is None else find_twin(rotated)
-                tape.emit_out(frame, "out", array, dims, twin=twin)
+                tape.emit_out(frame, "out", array, dims, twin=self._state.twin(rotated))
             if frame is not None and has_values(local_part(rotated)):
                 modules.hook(frame, "out", rotated, dims)
         finally:

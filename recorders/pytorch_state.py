@@ -33,7 +33,7 @@ class State(Recording):
         thread: Identity of the thread that runs the model.
         segments: For each reentrant checkpoint that runs for the first time, its calls so far.
         twin: Where operations are recorded without payloads, finds the event of an operation that
-            holds a tensor's value.
+            holds a tensor's value; None where there is none.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -51,7 +51,7 @@ class State(Recording):
         self.repeating = False
         self.thread = 0
         self.read_part: Callable[[torch.Tensor], tuple[Any, str]] = read_part
-        self.twin: Callable[[torch.Tensor], int | None] | None = None
+        self.twin: Callable[[torch.Tensor], int | None] = lambda _: None
         self._sources: tuple[int, tuple[int, ...]] = (0, ())
         self._emitted: dict[tuple[str, int, str], int] = defaultdict(int)
         self._emitted_step = 0
@@ -89,8 +89,7 @@ class State(Recording):
         array, shard = self.read_part(grad)
         if array is not None:
             port = self.unique(frame.path, frame.call, port)
-            twin = None if self.twin is None else self.twin(grad)
-            self.tape.emit_grad(frame, port, array, dims, shard, twin)
+            self.tape.emit_grad(frame, port, array, dims, shard, self.twin(grad))
 
     def unique(self, path: str, call: int, port: str) -> str:
         """`port`, or `port@1`, `port@2` ... where one call is differentiated several times."""

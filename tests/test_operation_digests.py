@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,9 @@ def test_values_of_modules_have_the_digest_of_their_operation(
     hashed: list[int] = []
     of = _Known.of
 
-    def counted(self: _Known, array: Any, sketched: bool, sampled: bool) -> Summary:
+    def counted(self: _Known, array: Any, sketched: bool) -> Summary:
         hashed[-1] += array.nbytes >= SAMPLED
-        return of(self, array, sketched, sampled)
+        return of(self, array, sketched)
 
     def job(model: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,6 +136,42 @@ def test_values_of_modules_have_the_digest_of_their_operation(
     views = [e for e in operations(short) if "view_of" in e.attributes]
     assert len(large) > 30
     assert hashed[0] - hashed[1] > 0.8 * len(large) + len(views) / 2
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_what_an_update_works_on_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreach: bool
+) -> None:
+    hashed: Counter[bytes] = Counter()
+    of = _Known.of
+
+    def linear() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(WIDTH, WIDTH)
+
+    def counted(self: _Known, array: Any, sketched: bool) -> Summary:
+        found = of(self, array, sketched)
+        hashed[found.digest] += 1
+        return found
+
+    def job(model: Any) -> None:
+        hashed.clear()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(LARGE).square().sum().backward()
+            optimizer.step()
+
+    monkeypatch.setattr(_Known, "of", counted)
+    with kernels.using("numpy"):  # where it can be counted
+        whole, short = at_both_levels(tmp_path, linear, job)
+    assert whole.digests == short.digests
+    of_weight = [e for e in short.of("optimizer", step=3) if e.site.path == "weight"]
+    for event in of_weight:
+        if event.site.port in ("grad", "param"):
+            assert hashed[event.digest] == 1
+            assert event.sketch is not None  # which operations of this step have none of
+    assert {e.site.port for e in of_weight} >= {"grad", "param"}
 
 
 def behind_the_back(kind: str, y: Any) -> None:

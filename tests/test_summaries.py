@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +34,7 @@ def test_values_that_come_again_in_any_order(
     for step in steps:
         for place, sketched in step:
             value = VALUES[place]
-            found = summaries.of(value, sketched, True)
+            found = summaries.of(value, sketched)
             assert found.digest == digest(value)
             assert found.dtype == "float32"
             known = fingerprint(value, brief=brief)
@@ -51,25 +50,21 @@ def test_sketches_that_are_kept_are_not_written_over() -> None:
     arrays = np.random.default_rng(0).standard_normal((150, 300), np.float32)
     found = []
     for array in arrays:
-        found.append(summaries.of(array, True, True))
+        found.append(summaries.of(array, True))
         if len(found) % 40 == 0:
             summaries.advance()
     for array, known in zip(arrays, found, strict=True):
         np.testing.assert_array_equal(known.sketch, sketch(array))
 
 
-def test_a_sample_is_taken_when_it_is_first_asked_for() -> None:
-    """A value that an update made is known without one when a module is given it."""
-    summaries, value = Summaries(brief=True, sampled=True), VALUES[-1]
+def test_a_value_is_known_again_by_its_sample() -> None:
+    value = VALUES[-1]
     other = value + np.float32(1)
-    made = summaries.of(value, False, False)
-    assert still(made, value) is None
-    summaries.advance()
-    given = summaries.of(value, False, True)
-    assert still(given, value) is given
-    assert still(given, value.reshape(2, -1)) is given
-    assert still(given, other) is None
-    assert summaries.of(value, False, False) is given
+    found = Summaries(brief=True, sampled=True).of(value, False)
+    assert still(found, value) is found
+    assert still(found, value.reshape(2, -1)) is found
+    assert still(found, other) is None
+    assert still(Summaries(brief=True).of(value, False), value) is None
 
 
 @needs_c
@@ -81,14 +76,14 @@ def test_the_c_code_finds_the_same(name: str, brief: bool) -> None:
     native, other = (summaries(engine, brief) for engine in ("native", "numpy"))
     for _ in range(2):
         for array in arrays:
-            for asked in itertools.product((True, False), repeat=2):
-                found, expected = native.of(array, *asked), other.of(array, *asked)
+            for sketched in (True, False):
+                found, expected = native.of(array, sketched), other.of(array, sketched)
                 assert type(found) is Summary
                 assert found[:2] == expected[:2] == (digest(array), array.dtype.name)
                 assert found.sample == expected.sample
                 known = unpacked(found.statistics), unpacked(expected.statistics)
                 np.testing.assert_allclose(*known, rtol=1e-12)
-                if asked[0]:
+                if sketched:
                     np.testing.assert_array_equal(found.sketch, expected.sketch)
         native.advance()
         other.advance()
@@ -98,7 +93,7 @@ def test_the_c_code_finds_the_same(name: str, brief: bool) -> None:
 def test_an_array_too_large_for_a_copy_that_is_kept() -> None:
     large = np.ones((2, (LARGEST_SCRATCH >> 3) + 1), np.float32).T
     large[7, 1] = 3
-    found = summaries("native", brief=True).of(large, False, True)
+    found = summaries("native", brief=True).of(large, False)
     sample = large.reshape(-1)[:: large.size // 8 | 1]
     assert (found.digest, found.sample) == (digest(large), sample.tobytes())
     assert unpacked(found.statistics)[STATISTICS.index("max")] == 3

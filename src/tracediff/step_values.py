@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from tracediff.events import sample_step
 from tracediff.policy import Policy
-from tracediff.summaries import Found, Summaries, Summary, name_of, still
+from tracediff.summaries import Found, Summaries, Summary, completed, name_of, still
 from tracediff.trace import BufferedWriter, TraceWriter
 from tracediff.trace.rows import About, Row, event_of
 from tracediff.trace.summary import Plain, digest, digest_value, plain
 
-Kept = tuple[bool, bool, int, bool]
+Kept = tuple[bool, bool, int]
 """What is kept of values of one kind: whether nothing but the summary of an array, whether the
-payload, how many buckets of a sketch, and whether a sample may be."""
+payload, and how many buckets of a sketch."""
 
 Entry = tuple[int, About, str, tuple[int, ...], Any, Summary, int, Mapping[str, Any]]
 """An event but for its step: order, what is known of it before its value, kind, shape, value (JSON
@@ -76,12 +76,14 @@ class StepValues:
             twin: See `Tape.emit`.
         """
         kept = self._kept.get((about[0], kind, about[3])) or self._keeps(about, kind)
-        is_common, _, buckets, sampled = kept
+        is_common, _, buckets = kept
         if is_common and type(value) is np.ndarray:  # as `add_directly`
             # A payload must have its digest, even where memory was written to unseen since.
             known = None if twin is None else still(self.summaries.get(twin), value)
-            if known is None or (buckets and known.sketch is None):
-                known = self._found.of(value, buckets > 0, sampled)
+            if known is None:
+                known = self._found.of(value, buckets > 0)
+            elif buckets:
+                known = completed(known, value, sketched=True, sampled=False)
             self.summaries[order] = known
             self._entries.append(
                 (order, about, kind, value.shape, None, known, buckets, attributes)
@@ -94,7 +96,7 @@ class StepValues:
     ) -> None:
         """As `add`, of what is no array or has a payload, is rendered or loaded."""
         phase, path, _, port, *_ = about
-        _, keep, buckets, sampled = kept
+        _, keep, buckets = kept
         is_sample = phase == "rendering" and sample_step(path) is not None
         self.seen_samples |= is_sample
         shape: tuple[int, ...] = ()
@@ -106,7 +108,7 @@ class StepValues:
             if is_sample:
                 summary = Summary(digest(array), name_of(array.dtype))
             else:
-                summary = self._found.of(array, buckets > 0, sampled)
+                summary = self._found.of(array, buckets > 0)
         elif type(value) is Found:
             shape, summary = value
         else:
@@ -125,8 +127,7 @@ class StepValues:
         is_sketched = kind == "tensor" and not keep
         buckets = self._policy.buckets(self._step, phase, port) if is_sketched else 0
         is_common = not keep and phase not in ("rendering", "loading")
-        # What an update makes is not looked at again in another shape.
-        kept = is_common, keep, buckets, phase != "optimizer"
+        kept = is_common, keep, buckets
         if self._policy.only is None:  # it is the same for all paths
             self._kept[phase, kind, port] = kept
         return kept

@@ -56,7 +56,7 @@ class Summaries:
         of: As `_Known.of`, which it is where the C code is not in use.
     """
 
-    of: Callable[[NDArray[Any], bool, bool], Summary]
+    of: Callable[[NDArray[Any], bool], Summary]
 
     def __init__(self, brief: bool, sampled: bool = False) -> None:
         """
@@ -71,7 +71,7 @@ class Summaries:
         self._memo: Any = None
         if (memo := native_memo()) is not None:
             limit = -1 if brief else DETAIL_LIMIT
-            self._memo = memo(Summary, digest, name_of, _completed, known.of, limit, sampled)
+            self._memo = memo(Summary, digest, name_of, completed, known.of, limit, sampled)
             self.of = self._memo.of
             self._known.append(self._memo)
 
@@ -127,22 +127,18 @@ class _Known:
     def advance(self) -> None:
         self._before, self._now = self._now, {}
 
-    def of(self, array: NDArray[Any], sketched: bool, sampled: bool) -> Summary:
-        """The summary of an array, with its sketch if there is to be one.
-
-        Args:
-            sampled: Whether the value may come again in another shape, where samples are kept.
-        """
+    def of(self, array: NDArray[Any], sketched: bool) -> Summary:
+        """The summary of an array, with its sketch if there is to be one."""
         array = np.ascontiguousarray(array)
         key = digest(array), name_of(array.dtype)
         known = self._now.get(key) or self._before.get(key)
         known = known or Summary(*key, packed(fingerprint(array, brief=self._brief)))
-        known = _completed(known, array, sketched, sampled and self._sampled)
+        known = completed(known, array, sketched, self._sampled)
         self._now[key] = known
         return known
 
 
-def _completed(known: Summary, array: NDArray[Any], sketched: bool, sampled: bool) -> Summary:
+def completed(known: Summary, array: NDArray[Any], sketched: bool, sampled: bool) -> Summary:
     """A summary with what is asked for and was not before."""
     if sampled and not known.sample and (sample := sample_of(array)):
         known = known._replace(sample=sample)

@@ -112,8 +112,9 @@ static PyObject *key_of(Memo *self, PyObject *digest, PyArrayObject *array)
 
 /* The summary of an array. A sketch is given where one is wanted and the value is expected to be new. */
 static PyObject *of(Memo *self, PyArrayObject *array, const Elements *elements, int sketched,
-    int sampled, PyArrayObject *sketch, int expected)
+    PyArrayObject *sketch, int expected)
 {
+    int sampled = self->sampled && elements->bytes >= SAMPLED;
     double statistics[STATISTICS], *total = sketch ? PyArray_DATA(sketch) : NULL;
     int full = PyArray_SIZE(array) <= self->detailed;
     PyObject *digest = summarised(elements, full, total, expected ? statistics : NULL);
@@ -169,34 +170,33 @@ static int elements_in(Memo *self, PyObject *object, Elements *to)
     return 1;
 }
 
-static PyObject *summary_of(Memo *self, PyObject *object, int sketched, int sampled)
+static PyObject *summary_of(Memo *self, PyObject *object, int sketched)
 {
     Elements elements;
     PyArrayObject *sketch = NULL;
     int readable = elements_in(self, object, &elements);
     if (readable < 1)
         return readable ? NULL
-                        : PyObject_CallFunction(self->otherwise, "Oii", object, sketched, sampled);
+                        : PyObject_CallFunction(self->otherwise, "Oi", object, sketched);
     int expected = self->are >= self->were || self->was_new[self->are];
-    sampled = sampled && self->sampled && elements.bytes >= SAMPLED;
     if (expected && sketched && !(sketch = new_sketch(self)))
         return NULL;
     PyObject *summary
-        = of(self, (PyArrayObject *)object, &elements, sketched, sampled, sketch, expected);
+        = of(self, (PyArrayObject *)object, &elements, sketched, sketch, expected);
     Py_XDECREF(sketch);
     return summary;
 }
 
 static PyObject *memo_of(Memo *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 3)
-        return PyErr_Format(PyExc_TypeError, "it takes 3 arguments, not %zd", count);
-    return summary_of(self, args[0], args[1] == Py_True, args[2] == Py_True);
+    if (count != 2)
+        return PyErr_Format(PyExc_TypeError, "it takes 2 arguments, not %zd", count);
+    return summary_of(self, args[0], args[1] == Py_True);
 }
 
-/* The summary of the event that a value is a view of, by its order, unless the value is small or seen to
+/* The summary of the event that has the same value, by its order, unless the value is small or seen to
  * have changed; NULL, perhaps with an exception, where there is none. */
-static PyObject *still(Memo *self, PyArrayObject *array, PyObject *twin)
+static PyObject *still(Memo *self, PyArrayObject *array, PyObject *twin, int sketched)
 {
     PyObject *known = PyDict_GetItemWithError(self->emitted, twin);
     if (!known || PyArray_NBYTES(array) < SAMPLED)
@@ -205,7 +205,11 @@ static PyObject *still(Memo *self, PyArrayObject *array, PyObject *twin)
     PyObject *is = every(array, PyArray_SIZE(array) / SAMPLE | 1);
     int same = is ? PyObject_RichCompareBool(was, is, Py_EQ) : 0;
     Py_XDECREF(is);
-    return same == 1 ? Py_NewRef(known) : NULL;
+    if (same != 1)
+        return NULL;
+    if (sketched && PyTuple_GET_ITEM(known, SKETCH) == Py_None)
+        return PyObject_CallFunction(self->complete, "OOii", known, array, 1, 0);
+    return Py_NewRef(known);
 }
 
 static PyObject *shape_of(PyArrayObject *array)
@@ -237,12 +241,10 @@ static PyObject *memo_add(Memo *self, PyObject *const *args, Py_ssize_t count)
     Py_INCREF(kept);
     PyArrayObject *array = (PyArrayObject *)args[0];
     PyObject *buckets = PyTuple_GET_ITEM(kept, 2);
-    int sketched = PyObject_IsTrue(buckets), sampled = PyTuple_GET_ITEM(kept, 3) == Py_True;
-    PyObject *summary = twin == Py_None ? NULL : still(self, array, twin);
-    if (summary && sketched && PyTuple_GET_ITEM(summary, SKETCH) == Py_None)
-        Py_CLEAR(summary);
+    int sketched = PyObject_IsTrue(buckets);
+    PyObject *summary = twin == Py_None ? NULL : still(self, array, twin, sketched);
     if (!summary && !PyErr_Occurred())
-        summary = summary_of(self, args[0], sketched, sampled);
+        summary = summary_of(self, args[0], sketched);
     PyObject *shape = summary ? shape_of(array) : NULL;
     PyObject *event = shape
         ? PyTuple_Pack(8, order, about, kind, shape, Py_None, summary, buckets, args[4]) : NULL;

@@ -151,10 +151,12 @@ INLINE void in_tiles(const char *from, size_t rows, ptrdiff_t row, size_t column
                 char *target = to + r * to_row + c * width;
                 size_t down = rows - r < side ? rows - r : side;
                 size_t across = columns - c < side ? columns - c : side;
-                /* The lines after the next of all columns: too many for the processor to foresee, and
-                 * for the L1 cache to keep. */
+                /* The lines after the next of all columns, and those that the next rows go to: too
+                 * many for the processor to foresee, and for the L1 cache to keep. */
                 for (size_t j = 0; row == (ptrdiff_t)width && j < across; j++)
                     __builtin_prefetch(source + (ptrdiff_t)j * column + 2 * LINE, 0, 2);
+                for (size_t i = 0; row == (ptrdiff_t)width && i < down; i++)
+                    __builtin_prefetch(target + (side + i) * to_row, 1, 2);
                 if (down == side && across == side && wide)
                     turn_wide(source, column, target, to_row);
                 else if (down == side && across == side && turned)
