@@ -151,7 +151,7 @@ class Function:
         on_lists: Whether it works on lists, element by element (`_foreach_add_`).
         doubtful: Whether the memory of its tensors may be written to by what is not recorded, or
             by itself though its schema does not say so (`native_batch_norm`).
-        fills: Whether that goes for its results only: memory that it fills to be written to.
+        fills: Whether that goes for its results only, which are new memory.
         collective: Whether other processes take part in it. What it writes is there once the
             program has waited for it.
     """
@@ -207,18 +207,19 @@ def _function_of(func: Any) -> Function:
     namespace, base = getattr(func, "namespace", ""), base_name("pytorch", name)
     collective = namespace == _COLLECTIVES
     parameters = None if schema is None else _parameters(name, schema, collective)
-    fills = canonical_operation("pytorch", name) in _FILLED
+    writes = any(each.written for each in parameters or ())
+    is_filled = canonical_operation("pytorch", name) in _FILLED
     return Function(
         name=name,
         parameters=parameters,
-        writes=any(each.written for each in parameters or ()),
+        writes=writes,
         draws=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
         skipped=namespace in _SKIPPED_NAMESPACES,
         uninitialised=base in _UNINITIALISED,
         scratch=() if schema is None else _scratch(base, schema),
         on_lists=name.partition(".")[2].startswith(_ON_LISTS),
-        doubtful=fills or namespace not in _OWN or base in _UNTOLD,
-        fills=fills,
+        doubtful=is_filled or namespace not in _OWN or base in _UNTOLD,
+        fills=is_filled and not writes,
         collective=collective,
     )
 

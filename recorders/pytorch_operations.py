@@ -355,8 +355,8 @@ class OperationHooks:
 
     def _doubt(self, call: Call, result: Any) -> None:
         """Takes no value of its tensors for known where unseen code may write to them."""
-        given = () if call.function.fills else (*call.args, *call.kwargs.values())
-        for tensor in flat([*given, result]):
+        values = [result] if call.function.fills else [*call.args, *call.kwargs.values(), result]
+        for tensor in flat(values):
             self._flow.doubt(tensor)
 
     def _unseen(self, written: Iterable[Output]) -> None:

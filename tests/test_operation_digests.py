@@ -194,6 +194,9 @@ def behind_the_back(kind: str, y: Any) -> None:
             ctypes.memset(z.data_ptr() + 1000, 1, 4)
             nn.functional.relu_(y.detach())
             z.view(-1)
+        case "zeroed":
+            torch._foreach_zero_([y.detach()])
+            ctypes.memset(y.data_ptr() + 1000, 1, 4)
 
 
 def _seven(x: Any) -> None:
@@ -215,7 +218,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    "kind", ["numpy", "dlpack", "to_dlpack", "collective", "address", "operator", "extension"]
+    "kind",
+    [
+        *("numpy", "dlpack", "to_dlpack", "collective"),
+        *("address", "operator", "extension", "zeroed"),
+    ],
 )
 def test_memory_that_no_operation_wrote_to(tmp_path: Path, kind: str) -> None:
     """Neither its views nor modules that are given it have the digest that it had before."""
