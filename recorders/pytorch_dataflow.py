@@ -176,23 +176,20 @@ class Nodes:
 
 def address_of(tensor: torch.Tensor) -> int | None:
     """Address of the storage, which stays the same for all views of it; None where it has none."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not _STRIDED or tensor.is_nested:
         return None
     try:
         return _key_of(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # as PyTorch says that there is none
         return None
 
 
 def look_of(tensor: torch.Tensor) -> Look | None:
     """None for a tensor without storage."""
-    if tensor.layout is not _STRIDED or tensor.is_nested:
+    address = address_of(tensor)
+    if address is None:
         return None
-    try:
-        storage: Any = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):
-        return None
-    return storage._cdata, (
+    return address, (
         tensor.storage_offset(),
         tensor.shape,
         tensor.stride(),
