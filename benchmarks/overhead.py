@@ -3,8 +3,8 @@
 `--job tiny`: a tiny Qwen3 (hidden 256, four layers, 2.9 million parameters), a batch of 2 x 64
 tokens, forward and backward: fixed costs rule. `--job llama`: a Llama (hidden 512, eight layers,
 vocabulary 8192), a batch of 4 x 256 tokens, forward, backward and AdamW. `--job events`: a hundred
-modules in a row on 16 numbers, so that nothing but the fixed cost of an event is left. On PyTorch
-or, with `--stack mlx`, the twin of each on MLX; one thread.
+modules in a row on 16 numbers, so that nothing but the fixed cost of an event is left. On PyTorch,
+with one thread unless `--threads` says more, or, with `--stack mlx`, the twin of each on MLX.
 
 Every kind of recording is measured in turns with the bare job, in one process. A ratio is the
 median of the ratios of the rounds, each to the bare job of its round, so that it holds where the
@@ -70,11 +70,11 @@ def batches(name: str) -> Any:
     return np.random.default_rng(0).integers(0, vocabulary, (64, *SHAPES[name]))
 
 
-def pytorch_job(name: str) -> Step:
+def pytorch_job(name: str, threads: int) -> Step:
     import torch
     import transformers
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     if name == "events":
         chain = torch.nn.Sequential(
@@ -187,10 +187,12 @@ def main() -> None:
     parser.add_argument("--kinds", help=f"of {', '.join(KINDS)}; separated by semicolons")
     parser.add_argument("--steps", type=int, default=10, help="steps of each measurement")
     parser.add_argument("--warm", type=int, default=4, help="steps before it")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind")
     given = parser.parse_args()
     kinds = list(KINDS) if given.kinds is None else ["bare", *given.kinds.split(";")]
-    step = (pytorch_job if given.stack == "pytorch" else mlx_job)(given.job)
+    on_mlx = given.stack == "mlx"
+    step = mlx_job(given.job) if on_mlx else pytorch_job(given.job, given.threads)
     step()
     rounds: list[dict[str, Cost]] = []
     for _ in range(given.rounds):

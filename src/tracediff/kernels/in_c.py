@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tracediff.kernels import _native, in_numpy
 
-if _native.interface != 12:
+if _native.interface != 13:
     raise ImportError("the C kernels were built of other sources: install the package again")
 
 _CARRIERS: Final = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}

@@ -79,12 +79,16 @@ PyObject *summarised(const Elements *of, int full, double *total, double *statis
     int done = 1, hashed = of->bytes > SHORT && processor >= AVX2_PROCESSOR;
     Beside beside = {hashed ? &hash : NULL, total ? &sketch : NULL};
     RUN(of->bytes, {
+        int many = !full && of->bytes >= SHARED && team() > 1;
         if (hashed)
             hash_start(&hash, of->from, of->bytes);
         if (total)
             sketch_start(&sketch, of->from, of->code, of->n, total);
+        many = many
+            && in_units(of->from, of->code, of->n, statistics ? &m : NULL, total, beside.hash);
         if (statistics) {
-            moments(of->from, of->code, of->n, full, &m, &beside);
+            if (!many)
+                moments(of->from, of->code, of->n, full, &m, &beside);
             done = !full || order_statistics(of->from, of->code, of->n, quantile, 5, chosen);
             put_statistics(&m, of->n, full, chosen, statistics);
         }
@@ -101,8 +105,10 @@ void packed(PyArrayObject *array, char *to)
     Axis axis[NPY_MAXDIMS];
     for (int a = 0; a < PyArray_NDIM(array); a++)
         axis[a].size = (size_t)PyArray_DIM(array, a), axis[a].step = PyArray_STRIDE(array, a);
-    RUN((size_t)PyArray_NBYTES(array),
-        pack(PyArray_BYTES(array), PyArray_NDIM(array), axis, (size_t)PyArray_ITEMSIZE(array), to));
+    size_t bytes = (size_t)PyArray_NBYTES(array);
+    RUN(bytes,
+        (bytes < SHARED ? pack : pack_together)(PyArray_BYTES(array), PyArray_NDIM(array), axis,
+            (size_t)PyArray_ITEMSIZE(array), to));
 }
 
 PyObject *every(PyArrayObject *array, npy_intp step)

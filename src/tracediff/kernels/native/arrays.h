@@ -17,6 +17,8 @@
 
 #define MANY (1 << 17) /* bytes from which other threads may run meanwhile */
 
+#define SHARED (1 << 19) /* bytes from which several threads are worth their start */
+
 #define RUN(BYTES, CALL)                                                                           \
     do {                                                                                           \
         if ((BYTES) >= MANY) {                                                                     \

@@ -43,6 +43,7 @@ void hash_start(Hash *hash, const char *from, size_t bytes)
     memcpy(hash->sum, begin, sizeof begin);
     hash->at = from;
     hash->stripe = 0;
+    hash->apart = NULL;
     hash->end = from + bytes;
     hash->last = from + (bytes - 1) / STRIPE * STRIPE;
 }
@@ -78,7 +79,13 @@ AVX2 static void hash_stripes(Hash *hash, const char *end)
     for (; end - at >= STRIPE; at += STRIPE) {
         low = add_half(low, load(at), key_at(8 * stripe, 0));
         high = add_half(high, load(at + 32), key_at(8 * stripe, 1));
-        if (++stripe == STRIPES) {
+        if (++stripe == STRIPES && hash->apart) {
+            _mm256_storeu_si256((__m256i *)hash->apart, low);
+            _mm256_storeu_si256((__m256i *)(hash->apart + 4), high);
+            low = high = _mm256_setzero_si256();
+            hash->apart += 8;
+            stripe = 0;
+        } else if (stripe == STRIPES) {
             low = scramble(low, key_at(HASH_SCRAMBLING, 0));
             high = scramble(high, key_at(HASH_SCRAMBLING, 1));
             stripe = 0;

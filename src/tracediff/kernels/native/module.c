@@ -1,7 +1,7 @@
 /* The kernels as Python functions: arrays in, numbers out. They check types and sizes, and nothing else. */
 #include "arrays.h"
 
-#define INTERFACE 12 /* raised with every change that ../in_c.py has to know of */
+#define INTERFACE 13 /* raised with every change that ../in_c.py has to know of */
 
 /* The buffers of one call, of what need not be an array. */
 typedef struct {
@@ -264,6 +264,13 @@ static PyObject *py_every(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return every((PyArrayObject *)args[0], step);
 }
 
+/* For tests: threads that large arrays are shared among. */
+static PyObject *py_threads(PyObject *self, PyObject *none)
+{
+    (void)self, (void)none;
+    return PyLong_FromLong(team());
+}
+
 /* For tests: leaves unused what the processor has beyond a level of `values.h`; returns the highest. */
 static PyObject *py_restrict(PyObject *self, PyObject *level)
 {
@@ -291,6 +298,7 @@ static PyMethodDef functions[] = {
     FUNCTION(crc32, METH_O),
     FUNCTION(place, METH_FASTCALL),
     FUNCTION(restrict, METH_O),
+    FUNCTION(threads, METH_NOARGS),
     FUNCTION(exchanged, METH_FASTCALL),
     {NULL, NULL, 0, NULL},
 };

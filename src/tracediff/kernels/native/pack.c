@@ -6,6 +6,7 @@
 #include "values.h"
 
 #define LINE 64 /* bytes: a tile has one line of the cache in both directions */
+#define PIECE (2 * LINE) /* places of an axis that stay on one thread: whole tiles of any width */
 #define AHEAD 16 /* tiles of one row before the next row: as many columns as there are pages at hand */
 
 /* A tile of `down` rows and `across` columns; steps in bytes, those of the target's columns are one
@@ -238,4 +239,34 @@ void pack(const char *from, int axes, const Axis *axis, size_t width, char *to)
         if (a < 0)
             return;
     }
+}
+
+typedef struct {
+    const char *from;
+    char *to;
+    int axes, shared; /* the axis whose pieces are shared out */
+    Axis axis[MOST_AXES];
+    size_t width, step; /* bytes of the target that a piece has */
+} Pieces;
+
+static void pack_pieces(void *data, size_t from, size_t to)
+{
+    Pieces part = *(const Pieces *)data;
+    Axis *axis = &part.axis[part.shared];
+    size_t piece = axis->size < PIECE ? 1 : PIECE, last = axis->size;
+    axis->size = (to * piece < last ? to * piece : last) - from * piece;
+    pack(part.from + axis->step * (ptrdiff_t)(from * piece), part.axes, part.axis, part.width,
+        part.to + from * piece * part.step);
+}
+
+void pack_together(const char *from, int axes, const Axis *axis, size_t width, char *to)
+{
+    Pieces all = {.from = from, .to = to, .axes = axes, .width = width, .step = width};
+    memcpy(all.axis, axis, (size_t)axes * sizeof *axis);
+    while (all.shared < axes - 1 && axis[all.shared].size == 1)
+        all.shared++;
+    for (int a = all.shared + 1; a < axes; a++)
+        all.step *= axis[a].size;
+    size_t piece = axis[all.shared].size < PIECE ? 1 : PIECE;
+    together((axis[all.shared].size + piece - 1) / piece, pack_pieces, &all);
 }

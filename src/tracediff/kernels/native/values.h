@@ -156,6 +156,7 @@ typedef struct {
     uint64_t sum[8];
     const char *at, *last, *end;
     size_t stripe;
+    uint64_t *apart; /* where the sum of each block goes, in place of being scrambled; or NULL */
 } Hash;
 
 /* XXH3-128 of more than SHORT bytes, from AVX2_PROCESSOR on. `hash_to` adds what lies before an address
@@ -216,9 +217,22 @@ HIDDEN void add_wide(const char *from, int code, size_t n, Sums *to, Narrow *ext
 HIDDEN void sketch_wide(
     const char *from, int code, const uint64_t *signs, size_t start, double *bucket);
 
+typedef void (*Work)(void *data, size_t from, size_t to);
+
+/* Does the work on items, on as many threads as `team` says, each of which has some that follow one
+ * another. */
+HIDDEN int team(void);
+HIDDEN void together(size_t items, Work work, void *data);
+
 /* Of n elements; `full` adds third and fourth powers. */
 HIDDEN void moments(
     const void *from, int code, size_t n, int full, Moments *found, const Beside *beside);
+
+/* What `moments` (brief), `sketch_to` (only with them) and `hash_to` find of n elements, on several
+ * threads; each may be NULL. Of a hash, which was started, the end may be left to be added. 0 for want of
+ * memory. */
+HIDDEN int in_units(
+    const char *from, int code, size_t n, Moments *found, double *total, Hash *hash);
 
 /* The finite elements at `count` ascending quantiles, NaN if there are none; 0 for want of memory. */
 HIDDEN int order_statistics(
@@ -247,6 +261,9 @@ typedef struct {
 
 /* Copies an array of elements of 1, 2, 4, 8 or 16 bytes to C order. */
 HIDDEN void pack(const char *from, int axes, const Axis *axis, size_t width, char *to);
+
+/* The same, of one axis at least, on several threads. */
+HIDDEN void pack_together(const char *from, int axes, const Axis *axis, size_t width, char *to);
 
 /* Copies n bytes past the caches. */
 HIDDEN void stream(const char *from, size_t n, char *to);

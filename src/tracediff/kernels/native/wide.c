@@ -78,19 +78,29 @@ WIDE INLINE Digest scramble(const Digest *digest)
         _mm512_add_epi64(_mm512_mul_epu32(sum, prime), _mm512_slli_epi64(high, 32)));
 }
 
+WIDE INLINE Digest end_block(const Digest *digest, uint64_t **apart)
+{
+    if (!*apart)
+        return scramble(digest);
+    _mm512_storeu_si512(*apart, all_of(digest));
+    *apart += 8;
+    return digest_of(_mm512_setzero_si512());
+}
+
 WIDE void hash_wide(Hash *hash, const char *end)
 {
     const char *at = hash->at;
     Digest digest = digest_of(_mm512_loadu_si512(hash->sum));
     size_t stripe = hash->stripe;
+    uint64_t *apart = hash->apart;
     for (; end - at >= STRIPE; at += STRIPE) {
         ask_ahead(at, hash->end);
         add_stripe(&digest, at, stripe);
         if (++stripe == STRIPES)
-            digest = scramble(&digest), stripe = 0;
+            digest = end_block(&digest, &apart), stripe = 0;
     }
     _mm512_storeu_si512(hash->sum, all_of(&digest));
-    hash->at = at, hash->stripe = stripe;
+    hash->at = at, hash->stripe = stripe, hash->apart = apart;
 }
 
 /* ---- sums ---------------------------------------------------------------------------------- */
@@ -111,6 +121,7 @@ WIDE INLINE void add_rows(
     __m512d sum[EIGHTS], abs[EIGHTS], square[EIGHTS];
     __m512 low = _mm512_loadu_ps(extremes->low), high = _mm512_loadu_ps(extremes->high);
     Digest digest = digest_of(hashed ? _mm512_loadu_si512(hash->sum) : _mm512_setzero_si512());
+    uint64_t *apart = hashed ? hash->apart : NULL;
     size_t zeros = 0, stripe = hashed ? hash->stripe : 0, quarter = 16 * WIDTH[code];
     UNROLLED for (int i = 0; i < EIGHTS; i++) {
         sum[i] = _mm512_loadu_pd(to->sum + 8 * i);
@@ -137,7 +148,7 @@ WIDE INLINE void add_rows(
             }
         }
         if (hashed && stripe == STRIPES)
-            digest = scramble(&digest), stripe = 0;
+            digest = end_block(&digest, &apart), stripe = 0;
     }
     UNROLLED for (int i = 0; i < EIGHTS; i++) {
         _mm512_storeu_pd(to->sum + 8 * i, sum[i]);
@@ -149,7 +160,7 @@ WIDE INLINE void add_rows(
     to->zero[0] += (int64_t)zeros;
     if (hashed) {
         _mm512_storeu_si512(hash->sum, all_of(&digest));
-        hash->at = from, hash->stripe = stripe;
+        hash->at = from, hash->stripe = stripe, hash->apart = apart;
     }
 }
 
