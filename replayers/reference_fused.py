@@ -1,4 +1,5 @@
-"""Float64 formulas of fused operations: normalisation, rotary embedding, attention, losses."""
+"""Float64 formulas of fused operations: products by expert, norms, rotary embedding, attention and
+losses."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from tracediff.replayers.reference_operations import (
     argument,
     exact,
     formula,
+    product,
     rounded,
     roundoff,
     softmax_of,
@@ -20,6 +22,31 @@ from tracediff.replayers.reference_operations import (
 )
 from tracediff.replayers.reference_rounding import ROUNDING, positive_sum, random_walk, together
 from tracediff.replaying import Floats, Operation, Replayed
+
+
+@formula("gather_matmul")
+def _gather_matmul(operation: Operation) -> Replayed | None:
+    """Rows times the matrix of their expert: by offsets (`_grouped_mm`) or by indices
+    (`gather_mm`)."""
+    rows, matrices = (widen(array) for array in operation.inputs[:2])
+    if operation.op.startswith("aten"):
+        if len(operation.inputs) != 3 or rows.ndim != 2:
+            return None
+        if matrices.ndim == 2:  # sums over the rows of each expert: gradients of its matrix
+            ends = operation.inputs[2]
+            parts = [slice(*ends_of) for ends_of in zip((0, *ends), ends, strict=False)]
+            found = [product(operation, rows[:, part], matrices[part]) for part in parts]
+            return rounded(operation, *(np.stack(each) for each in zip(*found, strict=True)))
+        expert = np.searchsorted(operation.inputs[2], np.arange(len(rows)), side="right")
+        value, spread = product(operation, rows[:, None, :], matrices[expert])
+        return rounded(operation, value[:, 0], spread[:, 0])
+    if operation.op != "mlx.gather_mm" or len(operation.inputs) != 3 or rows.shape[-2] != 1:
+        return None
+    chosen = operation.inputs[2].astype(np.int64)
+    flat = rows.reshape(-1, *rows.shape[-2:])
+    left = np.arange(len(flat)).reshape(rows.shape[:-2])
+    value, spread = product(operation, flat[np.broadcast_to(left, chosen.shape)], matrices[chosen])
+    return rounded(operation, value, spread)
 
 
 @formula("rms_norm")

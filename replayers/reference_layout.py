@@ -31,10 +31,11 @@ def _expand(operation: Operation) -> Replayed | None:
 
 @formula("cast")
 def _cast(operation: Operation) -> Replayed | None:
-    """Between floating-point types, or from integers."""
-    if operation.dtype.startswith(("float", "bfloat")):
-        return exact(operation, widen(operation.inputs[0]))
-    return None
+    """Between floating-point types, or from integers; of complex numbers the real part is kept."""
+    data = widen(operation.inputs[0])
+    if operation.dtype.startswith("complex"):
+        return exact(operation, data + 0j)
+    return exact(operation, data.real) if operation.dtype.startswith(("float", "bfloat")) else None
 
 
 @formula("transpose")

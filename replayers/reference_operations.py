@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.compare.figures import unit_roundoff
+from tracediff.compare.figures import is_complex, unit_roundoff, widened
+from tracediff.operations import ALIAS
 from tracediff.replayers.reference_rounding import ROUNDING, random_walk, together
 from tracediff.replaying import Floats, Operation, Replayed
 
@@ -21,6 +22,9 @@ Formula = Callable[[Operation], Replayed | None]
 
 FORMULAS: Final[dict[str, Formula]] = {}
 """Canonical name -> formula. Filled by `formula` here and in `reference_backward`."""
+
+COMPLEX: Final[set[str]] = set()
+"""Names whose formulas hold for complex numbers too. Filled in `reference_complex`."""
 
 LARGEST: Final = 6.0
 """Spreads that the largest error is allowed."""
@@ -44,7 +48,7 @@ def recompute(operation: Operation) -> Replayed | None:
     """One output of one operation in float64; None where there is no formula, or it takes other
     arguments than these."""
     function = FORMULAS.get(operation.canonical)
-    if function is None:
+    if function is None or (_is_complex(operation) and operation.canonical not in COMPLEX):
         return None
     try:
         with np.errstate(all="ignore"):
@@ -68,8 +72,12 @@ def operands(operation: Operation) -> list[Any]:
 
 
 def widen(array: NDArray[Any]) -> NDArray[Any]:
-    """Floating point in float64; integers and booleans as they are."""
-    return array if array.dtype.kind in "iub" else array.astype(np.float64)
+    """Floating point in float64, complex numbers in complex128; others as they are."""
+    return array if array.dtype.kind in "iub" else widened(array)
+
+
+def _is_complex(operation: Operation) -> bool:
+    return operation.dtype.startswith("complex") or any(map(is_complex, operation.inputs))
 
 
 def argument(operation: Operation, *names: str, default: Any = None) -> Any:
@@ -98,7 +106,7 @@ def _storage(operation: Operation) -> float:
 
 
 def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
+    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def exact(operation: Operation, value: Any, why: str = "exact") -> Replayed:
@@ -109,14 +117,15 @@ def exact(operation: Operation, value: Any, why: str = "exact") -> Replayed:
         _is_float(x.dtype.name) and unit_roundoff(x.dtype.name) < _storage(operation)
         for x in operation.inputs
     ):
-        spread = storing(operation, array.astype(np.float64))
-    return Replayed(array.astype(np.float64), spread, f"{operation.canonical} {why}")
+        spread = storing(operation, widened(array))
+    return Replayed(widened(array), spread, f"{operation.canonical} {why}")
 
 
 def storing(operation: Operation, value: Floats) -> Floats:
     """Spread of rounding a result to the output's dtype; below the normal numbers the spacing is
     constant, or values are flushed to zero."""
-    low = np.finfo(np.float64 if operation.dtype == "float64" else np.float32).tiny
+    is_double = operation.dtype in ("float64", "complex128")
+    low = np.finfo(np.float64 if is_double else np.float32).tiny
     least = 2.0**-25 if operation.dtype == "float16" else float(low)
     spread: Floats = ROUNDING * _storage(operation) * np.abs(value) + least
     return spread
@@ -124,7 +133,7 @@ def storing(operation: Operation, value: Floats) -> Floats:
 
 def rounded(operation: Operation, value: Any, error: Any = 0.0) -> Replayed:
     """A result whose computation errs by `error` (a spread), and which is rounded once."""
-    array = np.asarray(value, dtype=np.float64)
+    array = widened(np.asarray(value))
     spread = np.broadcast_to(together(storing(operation, array), np.asarray(error)), array.shape)
     return Replayed(array, spread, f"{operation.canonical} {operation.dtype}")
 
@@ -132,7 +141,7 @@ def rounded(operation: Operation, value: Any, error: Any = 0.0) -> Replayed:
 def accumulated(operation: Operation, value: Floats, squares: Floats, length: int) -> Floats:
     """Spread of a sum of `length` terms of squared sum `squares`: its partial sums are a random
     walk with the drift `value`."""
-    spread: Floats = roundoff(operation) * np.sqrt(random_walk(length, squares, value))
+    spread: Floats = roundoff(operation) * np.sqrt(random_walk(length, squares, np.abs(value)))
     return spread
 
 
@@ -153,7 +162,10 @@ def _add(operation: Operation) -> Replayed | None:
 @formula("mul")
 def _mul(operation: Operation) -> Replayed | None:
     a, b = operands(operation)
-    return rounded(operation, np.multiply(a, b))
+    value = np.multiply(a, b)
+    # Each part of a complex product is made of two, which are rounded as well.
+    error = ROUNDING * roundoff(operation) * np.abs(value) if np.iscomplexobj(value) else 0.0
+    return rounded(operation, value, error)
 
 
 @formula("div")
@@ -163,7 +175,8 @@ def _div(operation: Operation) -> Replayed | None:
     a, b = operands(operation)
     value = np.divide(a, b)
     # A kernel may multiply by the reciprocal, which is rounded as well.
-    return rounded(operation, value, ROUNDING * roundoff(operation) * np.abs(value))
+    times = FUNCTION if np.iscomplexobj(value) else ROUNDING
+    return rounded(operation, value, times * roundoff(operation) * np.abs(value))
 
 
 @formula("pow")
@@ -231,7 +244,7 @@ _EXACT: Final[Mapping[str, Callable[[Any], Any]]] = {
     "floor": np.floor,
     "ceil": np.ceil,
     "round": np.round,
-    **dict.fromkeys(("copy", "detach", "alias", "identity"), lambda x: x),
+    **dict.fromkeys(("copy", "detach", ALIAS, "identity"), lambda x: x),
 }
 _FUNCTIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
     **{name: getattr(np, name) for name in ("exp", "exp2", "expm1", "log", "log2", "log10")},
@@ -244,7 +257,13 @@ _FUNCTIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 @formula(*_EXACT)
 def _unary_exact(operation: Operation) -> Replayed | None:
-    return exact(operation, _EXACT[operation.canonical](widen(operation.inputs[0])))
+    if operation.canonical == ALIAS and len(operation.inputs) > 1:
+        return None  # a part of it was written to, which is not known
+    data = widen(operation.inputs[0])
+    value = _EXACT[operation.canonical](data)
+    if np.iscomplexobj(data) and operation.canonical == "abs":  # a root
+        return rounded(operation, value, FUNCTION * roundoff(operation) * value)
+    return exact(operation, value)
 
 
 @formula(*_FUNCTIONS)
@@ -307,8 +326,14 @@ def _gelu(operation: Operation) -> Replayed | None:
 def product(operation: Operation, a: Floats, b: Floats) -> tuple[Floats, Floats]:
     """`a @ b` and the spread of its accumulation."""
     value = np.matmul(a, b)
-    squares = np.matmul(a**2, b**2)
-    return value, accumulated(operation, value, squares, a.shape[-1])
+    length = a.shape[-1] * (2 if np.iscomplexobj(value) else 1)
+    return value, accumulated(operation, value, np.matmul(squared(a), squared(b)), length)
+
+
+def squared(x: Any) -> Floats:
+    """Squared sizes of numbers."""
+    result: Floats = np.square(np.abs(x) if np.iscomplexobj(x) else x)
+    return result
 
 
 @formula("matmul")
@@ -330,34 +355,9 @@ def _addmm(operation: Operation) -> Replayed | None:
     return rounded(operation, beta * added + alpha * value, abs(alpha) * together(spread, between))
 
 
-@formula("gather_matmul")
-def _gather_matmul(operation: Operation) -> Replayed | None:
-    """Rows times the matrix of their expert: by offsets (`_grouped_mm`) or by indices
-    (`gather_mm`)."""
-    rows, matrices = (widen(array) for array in operation.inputs[:2])
-    if operation.op.startswith("aten"):
-        if len(operation.inputs) != 3 or rows.ndim != 2:
-            return None
-        if matrices.ndim == 2:  # sums over the rows of each expert: gradients of its matrix
-            ends = operation.inputs[2]
-            parts = [slice(*ends_of) for ends_of in zip((0, *ends), ends, strict=False)]
-            found = [product(operation, rows[:, part], matrices[part]) for part in parts]
-            return rounded(operation, *(np.stack(each) for each in zip(*found, strict=True)))
-        expert = np.searchsorted(operation.inputs[2], np.arange(len(rows)), side="right")
-        value, spread = product(operation, rows[:, None, :], matrices[expert])
-        return rounded(operation, value[:, 0], spread[:, 0])
-    if operation.op != "mlx.gather_mm" or len(operation.inputs) != 3 or rows.shape[-2] != 1:
-        return None
-    chosen = operation.inputs[2].astype(np.int64)
-    flat = rows.reshape(-1, *rows.shape[-2:])
-    left = np.arange(len(flat)).reshape(rows.shape[:-2])
-    value, spread = product(operation, flat[np.broadcast_to(left, chosen.shape)], matrices[chosen])
-    return rounded(operation, value, spread)
-
-
 @formula("sum", "mean")
 def _sum(operation: Operation) -> Replayed | None:
-    data = widen(operation.inputs[0]).astype(np.float64)
+    data = widened(operation.inputs[0])
     axes = axes_of(operation, data.ndim)
     keep = bool(argument(operation, "keepdim", "keepdims", default=False))
     value, spread = summed(operation, data, axes, keep)
@@ -371,7 +371,7 @@ def summed(
     """The sum over axes, and the spread of its error."""
     length = math.prod(data.shape[axis] for axis in axes)
     value = data.sum(axis=axes, keepdims=keep)
-    spread = accumulated(operation, value, (data**2).sum(axis=axes, keepdims=keep), length)
+    spread = accumulated(operation, value, squared(data).sum(axis=axes, keepdims=keep), length)
     # Small terms that are added to a large sum one by one are all rounded one way: K u |y| / 4.
     return value, together(spread, roundoff(operation) * length * np.abs(value) / 4 / LARGEST)
 
@@ -394,7 +394,7 @@ def _norm(operation: Operation) -> Replayed | None:
     keep = bool(argument(operation, "keepdim", "keepdims", default=False))
     if float(order) != 2:
         return None
-    value = np.sqrt((data**2).sum(axis=axes, keepdims=keep))
+    value = np.sqrt(squared(data).sum(axis=axes, keepdims=keep))
     length = math.prod(data.shape[axis] for axis in axes)
     relative = roundoff(operation) * (math.sqrt(length) / 6 + FUNCTION)
     return rounded(operation, value, relative * value)
@@ -407,7 +407,7 @@ def _cumsum(operation: Operation) -> Replayed | None:
     if argument(operation, "reverse") or argument(operation, "inclusive", default=True) is False:
         return None
     value = np.cumsum(data, axis=axis)
-    squares = np.cumsum(np.square(data.astype(np.float64)), axis=axis)
+    squares = np.cumsum(squared(widened(data)), axis=axis)
     return rounded(operation, value, accumulated(operation, value, squares, data.shape[axis]))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff import replaying
+from tracediff.compare.figures import is_complex
 from tracediff.replayers import reference_attention as attention
 from tracediff.replayers import reference_elementwise as elementwise
 from tracediff.replayers import reference_experts as experts
@@ -122,7 +123,7 @@ class Replayer(replaying.Replayer):
         formula = _formula(call.op)
         if formula is None or formula.ports != call.inputs.keys() - formula.further:
             return None
-        if call.params and not formula.takes_params:
+        if (call.params and not formula.takes_params) or _is_complex(call):
             return None
         return formula.function(call)
 
@@ -139,6 +140,8 @@ class Replayer(replaying.Replayer):
         function = gradient_of(call.op)
         formula = _formula(call.op)
         if function is None or formula is None or call.inputs.keys() != formula.ports:
+            return None
+        if _is_complex(call) or is_complex(upstream):
             return None
         if rows is not None and wrt == "weight" and self.is_by_rows(call.op):
             # A row of (out, in) is of one output, a row of Conv1D's (in, out) of one input.
@@ -163,6 +166,11 @@ class Replayer(replaying.Replayer):
         from tracediff.replayers.reference_catalogue import vjp
 
         return vjp.pull_back(uses, dtype)
+
+
+def _is_complex(call: Call) -> bool:
+    """Formulas of calls are of real numbers."""
+    return any(map(is_complex, (*call.inputs.values(), *call.params.values())))
 
 
 @lru_cache

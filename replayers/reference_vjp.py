@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tracediff.compare.figures import is_complex
 from tracediff.replayers.reference_functions import erf
 from tracediff.replayers.reference_operations import (
     FORMULAS,
@@ -82,6 +83,9 @@ def pull_back(uses: Sequence[Use], dtype: str) -> Replayed | None:
 
 def _passed_back(use: Use) -> Part | None:
     canonical = use.operation.canonical
+    arrays = (*use.operation.inputs, *(g for g in use.cotangents if g is not None))
+    if any(map(is_complex, arrays)):
+        return None  # stacks differ in which of two conjugates they call the gradient
     if canonical in _MOVERS:
         return _moved(use)
     found, grads = RULES.get(canonical), [g for g in use.cotangents if g is not None]

@@ -21,6 +21,7 @@ VIEWS: Final = frozenset(
     {
         *("reshape", "transpose", "expand", "slice", "select", "squeeze", "unsqueeze", "split"),
         *("as_strided", "diagonal", "detach", "view_dtype", "real", "imag", ALIAS),
+        *("view_as_real", "view_as_complex"),
     }
 )
 """Operations that only look at the same values in another way."""
@@ -73,6 +74,9 @@ erf              erf                                           | erf
 erfinv           erfinv                                        | erfinv
 sigmoid          sigmoid                                       | sigmoid
 sign             sign sgn                                      | sign
+conj             _conj conj_physical                           | conjugate conj
+complex          complex                                       |
+polar            polar                                         |
 floor            floor                                         | floor
 ceil             ceil                                          | ceil
 trunc            trunc                                         | trunc
@@ -186,6 +190,10 @@ as_strided       as_strided                                    | as_strided
 copy             clone copy contiguous                         | contiguous
 cast             _to_copy to                                   | astype
 view_dtype                                                     | view
+view_as_real     view_as_real                                  |
+view_as_complex  view_as_complex                               |
+real             real                                          | real
+imag             imag                                          | imag
 detach           detach alias                                  | stop_gradient
 
 # creation

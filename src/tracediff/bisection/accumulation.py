@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.bisection.views import Common, viewed
+from tracediff.compare.figures import widened
 from tracediff.events import Event, Pair
 from tracediff.trace import Trace
 from tracediff.trace.summary import FINGERPRINT_FIELDS
@@ -94,4 +95,4 @@ def _is(ratio: float | None, factor: float) -> bool:
 
 
 def _scaled(array: NDArray[Any], factor: float) -> NDArray[Any]:
-    return np.asarray(array.astype(np.float64) * factor, dtype=array.dtype)
+    return np.asarray(widened(array) * factor, dtype=array.dtype)

@@ -31,7 +31,7 @@ from tracediff.bisection.options import Options
 from tracediff.bisection.ruling import Ruling
 from tracediff.bisection.values import estimate, headroom, is_float, is_sketched, read_pair
 from tracediff.compare import bounds, settings
-from tracediff.compare.figures import Figures, measure, one_conversion_apart
+from tracediff.compare.figures import Figures, is_complex, measure, one_conversion_apart
 from tracediff.compare.logits import normalised
 from tracediff.compare.masks import is_mask_port, see_as_many, visible
 from tracediff.compare.padding import Padding
@@ -292,8 +292,8 @@ class StepJudge:
         clear = error.rel_l2 <= _SUSPECT * bound.rel_l2 and (
             error.max_rel <= _SUSPECT * bounds.ELEMENT_HEADROOM * bound.rel_l2
         )
-        if values is None or not error.differing:
-            return None
+        if values is None or not error.differing or any(map(is_complex, values)):
+            return None  # formulas of calls are of real numbers
         if pair.baseline.site.phase == "optimizer":
             return self._updates.rule(pair, values, spot=clear)
         if pair.baseline.shard:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align.flow import Flow, Value, name_of
 from tracediff.bisection.spans import Engine, Span, difference, is_float, norm, span_of
+from tracediff.compare.figures import widened
 from tracediff.compare.layouts import find_layout
 from tracediff.events import Event
 
@@ -172,9 +172,8 @@ class _Narrowing:
         layout = find_layout(x, y) if x is not None and y is not None else None
         if x is None or y is None or layout is None:
             return None
-        return norm(difference(x.astype(np.float64), layout.apply(y).astype(np.float64))) / (
-            norm(x.astype(np.float64)) or 1.0
-        )
+        wide = widened(x)
+        return norm(difference(wide, widened(layout.apply(y)))) / (norm(wide) or 1.0)
 
     def _is_near(self, x: NDArray[Any], y: NDArray[Any]) -> bool:
         return norm(difference(x, y)) <= self._bound * (norm(x) or 1.0)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align import Rules
+from tracediff.compare.figures import widened
 from tracediff.compare.padding import Padding
 from tracediff.errors import UsageError
 from tracediff.events import Event
@@ -30,7 +31,7 @@ class Tolerance:
     atol: float = 0.0
 
     def accepts(self, a: NDArray[Any], b: NDArray[Any]) -> bool:
-        wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+        wide_a, wide_b = widened(a), widened(b)
         return bool(np.allclose(wide_b, wide_a, rtol=self.rtol, atol=self.atol, equal_nan=True))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.compare.figures import unit_roundoff
+from tracediff.compare.figures import unit_roundoff, widened
 from tracediff.compare.places import evenly
 from tracediff.replaying import Call, Floats, Replayer
 
@@ -38,7 +38,7 @@ class Part:
     """A value, or a few rows of it, with its activations, each computed when first asked for."""
 
     def __init__(self, array: Array, reference: Replayer) -> None:
-        self.wide: Floats = array.astype(np.float64)
+        self.wide: Floats = widened(array)
         self.array = array
         self._reference = reference
         self._activated: dict[int, tuple[Floats, Floats]] = {}
@@ -66,7 +66,7 @@ def of_two(whole: Part, own: Part, other: Part, reference: Replayer) -> Iterator
     if _fits(whole, own, other, _sum):
         yield lambda a, b: (np.ones(a.shape), np.zeros(a.shape))
     if _fits(whole, own, other, _product):
-        yield lambda a, b: (b.astype(np.float64), np.zeros(a.shape))
+        yield lambda a, b: (widened(b), np.zeros(a.shape))
     for which, (op, settings) in enumerate(_ACTIVATIONS):
         if _fits(whole, other, own, partial(_gated, which)):
             yield partial(_by_activated, op, settings, reference)

@@ -19,7 +19,7 @@ from tracediff.bisection.findings import Finding
 from tracediff.bisection.narrowing import narrow
 from tracediff.bisection.spans import Check, Engine, Span, difference, is_float, norm
 from tracediff.compare import bounds
-from tracediff.compare.figures import unit_roundoff
+from tracediff.compare.figures import unit_roundoff, widened
 from tracediff.compare.layouts import Layout
 from tracediff.events import Event
 from tracediff.replaying import Floats
@@ -123,7 +123,7 @@ class SpanPair:
         """Both exits in the layout of the baseline's first event."""
         a = self.engines[0].array(self.pair.baseline.event)
         b = self._in_baseline_layout(self.pair.baseline)
-        return None if a is None or b is None else (a.astype(np.float64), b.astype(np.float64))
+        return None if a is None or b is None else (widened(a), widened(b))
 
     def _in_baseline_layout(self, value: Value) -> NDArray[Any] | None:
         layout = self.lay_over(value)
@@ -146,7 +146,7 @@ class SpanPair:
                 if layout is not None and array is not None:
                     array = layout.inverse(value.event.shape).apply(array)
             if array is not None and (side == 0 or self.lay_over(partner) is not None):
-                given[value] = array.astype(np.float64)
+                given[value] = widened(array)
         return given
 
     def _are_disordered(self, value: Value) -> bool:
@@ -330,14 +330,14 @@ class SpanPair:
         found = self.engines[side].array(self.spans[side].exit.event)
         if exact is None or found is None:
             return 0.0
-        return norm(difference(found.astype(np.float64), exact)) / scale
+        return norm(difference(widened(found), exact)) / scale
 
     def _apart(self, value: Value) -> float:
         a, b = self.engines[0].array(value.event), self._in_baseline_layout(value)
         if a is None or b is None or not is_float(value.event):
             return 0.0
-        wide = a.astype(np.float64)
-        return norm(difference(wide, b.astype(np.float64))) / (norm(wide) or 1.0)
+        wide = widened(a)
+        return norm(difference(wide, widened(b))) / (norm(wide) or 1.0)
 
     def _inputs(self) -> tuple[tuple[Value, Value], ...]:
         return tuple((v, self.partner[0][v]) for v in self.spans[0].frontier)
@@ -359,5 +359,5 @@ class SpanPair:
 
 def _are_same_numbers(a: NDArray[Any], b: NDArray[Any]) -> bool:
     """Whether two arrays hold the same numbers in any order."""
-    one, other = (np.sort(x.astype(np.float64), axis=None) for x in (a, b))
+    one, other = (np.sort(widened(x), axis=None) for x in (a, b))
     return np.array_equal(one, other)

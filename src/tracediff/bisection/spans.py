@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tracediff import stacks
 from tracediff.align.flow import Flow, Value
 from tracediff.bisection.cotangents import Cotangents, is_cotangent, operation_of
+from tracediff.compare.figures import is_complex, widened
 from tracediff.events import Event
 from tracediff.replaying import Floats, Replayed, Replayer
 from tracediff.trace import Trace
@@ -132,9 +133,7 @@ class Engine:
         if exact is None or exact.value.shape != found.shape:
             return None
         # An endless spread: implementations do as they like there.
-        error = np.where(
-            np.isinf(exact.spread), 0.0, difference(found.astype(np.float64), exact.value)
-        )
+        error = np.where(np.isinf(exact.spread), 0.0, difference(widened(found), exact.value))
         scale = norm(exact.value) or 1.0
         rows = max(1, math.prod(found.shape[:-1]))
         return Check(
@@ -261,13 +260,15 @@ class Engine:
 
 
 def is_float(event: Event) -> bool:
-    return event.dtype.startswith(("float", "bfloat"))
+    """Whether the elements are rounded: floating-point or complex numbers."""
+    return event.dtype.startswith(("float", "bfloat", "complex"))
 
 
 def norm(x: Floats) -> float:
     """The Euclidean norm of the finite elements, without waking the threads of BLAS."""
     flat = x.reshape(-1)
     flat = flat[np.isfinite(flat)]
+    flat = np.abs(flat) if is_complex(flat) else flat
     return math.sqrt(float(np.einsum("i,i->", flat, flat)))
 
 

@@ -45,6 +45,15 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fc" or dtype.name.startswith(("bfloat", "float"))
 
 
+def is_complex(array: NDArray[Any]) -> bool:
+    return array.dtype.kind == "c"
+
+
+def widened(array: NDArray[Any]) -> NDArray[Any]:
+    """The elements in float64; complex ones in complex128."""
+    return array.astype(np.complex128 if is_complex(array) else np.float64)
+
+
 def measure(
     baseline: NDArray[Any], target: NDArray[Any], counts: NDArray[np.bool_] | None = None
 ) -> Figures:
@@ -84,7 +93,7 @@ def _guess(a: NDArray[Any], keep: NDArray[np.bool_] | None) -> float:
     """A little less than the root mean square of the elements that count, from some of them."""
     places = slice(None, None, -(-a.size // _SAMPLE) or 1)
     with np.errstate(invalid="ignore", over="ignore"):
-        some = np.abs(a[places].astype(np.complex128 if a.dtype.kind == "c" else np.float64))
+        some = np.abs(widened(a[places]))
         some = some[np.isfinite(some) if keep is None else np.isfinite(some) & keep[places]]
         return _BELOW * math.sqrt(float(np.square(some).sum()) / max(some.size, 1)) or _TINY
 
@@ -142,7 +151,13 @@ def largest_deviations(
     counts: NDArray[np.bool_] | None = None,
     limit: int = 5,
 ) -> tuple[Deviation, ...]:
-    """The elements that deviate most, largest first, with their indices and both values."""
+    """The elements that deviate most, largest first, with their indices and both values.
+
+    Of complex numbers, real (0) and imaginary parts (1) by themselves, along one more axis.
+    """
+    if is_complex(baseline) or is_complex(target):
+        baseline, target = (np.stack([x.real, x.imag], axis=-1) for x in (baseline, target))
+        counts = None if counts is None else counts[..., None]
     a, b = baseline.astype(np.float64), target.astype(np.float64)
     with np.errstate(invalid="ignore"):
         delta = np.abs(a - b)

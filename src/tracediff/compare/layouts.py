@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tracediff.compare.figures import widened
 from tracediff.compare.places import evenly
 
 _DIMENSIONS: Final = 5
@@ -69,14 +70,14 @@ def find_layout(a: NDArray[Any], b: NDArray[Any]) -> Layout | None:
     if not a.size:
         return plain
     places = evenly(a.size, _SAMPLE)
-    wanted = a.reshape(-1)[places].astype(np.float64)
+    wanted = widened(a.reshape(-1)[places])
     flat = b.reshape(-1)
 
     def apart(layout: Layout) -> float:
         index = layout.apply(np.arange(b.size).reshape(b.shape)).reshape(-1)[places]
-        return _apart(wanted, flat[index].astype(np.float64))
+        return _apart(wanted, widened(flat[index]))
 
-    in_place = _apart(wanted, flat[places].astype(np.float64))
+    in_place = _apart(wanted, widened(flat[places]))
     if in_place <= _AGREES * _CLEARLY:
         return plain
     ranked = sorted(
@@ -127,7 +128,7 @@ def _identity(rank: int) -> tuple[int, ...]:
     return tuple(range(rank))
 
 
-def _apart(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+def _apart(a: NDArray[Any], b: NDArray[Any]) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
         finite = np.isfinite(a) & np.isfinite(b)
         if not (finite == np.isfinite(a)).all():
@@ -136,6 +137,8 @@ def _apart(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
         return _norm(a[finite] - b[finite]) / scale if scale else 0.0
 
 
-def _norm(x: NDArray[np.float64]) -> float:
-    top = float(np.abs(x).max(initial=0.0))
-    return top * math.sqrt(float(np.einsum("i,i->", x / top, x / top))) if top else 0.0
+def _norm(x: NDArray[Any]) -> float:
+    sizes = np.abs(x)
+    top = float(sizes.max(initial=0.0))
+    sizes /= top or 1.0
+    return top * math.sqrt(float(np.einsum("i,i->", sizes, sizes)))

@@ -1,7 +1,7 @@
 """The shape of an error often names its cause: recognises the common shapes, with an estimate.
 
-Each recogniser takes both arrays in float64 and returns a `Pattern` or None; the first that
-explains the difference wins, from the most to the least specific.
+Each recogniser takes both arrays in float64 (or complex128) and returns a `Pattern` or None; the
+first that explains the difference wins, from the most to the least specific.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tracediff.compare.figures import is_float, unit_roundoff
+from tracediff.compare.figures import is_complex, is_float, unit_roundoff, widened
 
 Floats = NDArray[np.float64]
 
@@ -25,6 +25,9 @@ _AMONG_ROUNDING: Final = 0.1
 
 _ROUNDINGS: Final = 2
 """Roundings of a value that may be left, in units of the unit roundoff."""
+
+_REAL: Final = 1e-6
+"""Part of a factor up to which an imaginary one is rounding."""
 
 _BETAS: Final = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 """Decay rates of moments in common use."""
@@ -50,7 +53,7 @@ def recognise(
         counts: Boolean mask, broadcastable to the shape; where it is False, both sides are taken
             to be zero.
     """
-    a, b = (_trim(x).astype(np.float64) for x in (baseline, target))
+    a, b = (widened(_trim(x)) for x in (baseline, target))
     if counts is not None and a.shape == baseline.shape == target.shape:
         a, b = np.where(counts, a, 0.0), np.where(counts, b, 0.0)
     a, b = np.nan_to_num(a), np.nan_to_num(b)
@@ -67,6 +70,8 @@ def recognise(
     floats = [x.dtype.name for x in (baseline, target) if is_float(x.dtype)]
     if (pattern := _scaled(a, b, max(map(unit_roundoff, floats), default=0.0))) is not None:
         return pattern
+    if is_complex(a) and is_complex(b) and _explains(b - a.conj(), a, b):
+        return Pattern("conjugate", "the imaginary parts have the other sign on one side")
     for recogniser in (
         _byte_order,
         _transposed,
@@ -93,11 +98,15 @@ def _explains(residual: Floats, a: Floats, b: Floats) -> bool:
 
 def _scaled(a: Floats, b: Floats, roundoff: float) -> Pattern | None:
     """`b = factor * a`, the factor by least squares; what is left may be rounding."""
-    factor = float(np.vdot(a, b) / np.vdot(a, a))
-    left, apart, size = (float(np.linalg.norm(x)) for x in (b - factor * a, a - b, a))
+    times = np.vdot(a, b) / np.vdot(a, a)
+    factor = float(times.real)
+    left, apart, size = (float(np.linalg.norm(x)) for x in (b - times * a, a - b, a))
     rounding = left <= _ROUNDINGS * roundoff * size and left <= _AMONG_ROUNDING * apart
     if not (rounding or left <= _EXPLAINED * apart):
         return None
+    if abs(times.imag) > _REAL * abs(times):
+        parts = {"factor": [factor, float(times.imag)]}
+        return Pattern("scaled", f"the target is the baseline times {complex(times):.6g}", parts)
     if abs(factor + 1) < 1e-3:
         return Pattern("sign", "the sign is flipped", {"factor": -1.0})
     return Pattern(

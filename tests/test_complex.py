@@ -1,0 +1,208 @@
+"""Complex numbers: rotary embeddings as products of them, Fourier transforms, complex weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import tracediff  # noqa: E402
+from tests.catalogue_jobs import Kernel  # noqa: E402
+from tracediff.bisection import bisect  # noqa: E402
+from tracediff.compare import largest_deviations  # noqa: E402
+from tracediff.compare.layouts import find_layout  # noqa: E402
+from tracediff.compare.patterns import recognise  # noqa: E402
+from tracediff.replayers.reference_catalogue import operations  # noqa: E402
+from tracediff.replaying import Operation  # noqa: E402
+
+Tensor = Any
+
+
+class Rotary(nn.Module):
+    """Attention whose heads are rotated as complex numbers (RoFormer, equation 34)."""
+
+    def __init__(self, fused: bool, base: float = 1e4, conjugate: bool = False) -> None:
+        super().__init__()
+        self.fused, self.conjugate = fused, conjugate
+        self.qkv, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64)
+        frequencies = base ** -(torch.arange(0, 16, 2) / 16)
+        self.angles = torch.outer(torch.arange(12.0), frequencies)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones_like(self.angles), self.angles)
+        turn = turn.conj() if self.conjugate else turn
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], 8, 2))
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 12, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        q, k = self.rotated(q), self.rotated(k)
+        if self.fused:
+            heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = (q @ k.transpose(-1, -2) / 4).masked_fill(
+                torch.ones(12, 12, dtype=torch.bool).triu(1), -math.inf
+            )
+            heads = scores.softmax(-1) @ v
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+class Filter(nn.Module):
+    """A filter of frequencies with complex weights, by one transform or another."""
+
+    def __init__(self, real: bool) -> None:
+        super().__init__()
+        self.real = real
+        self.weight = nn.Parameter(torch.randn(7, 64, dtype=torch.complex64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.real:
+            spectrum = torch.fft.rfft(x, dim=1)
+        else:
+            spectrum = torch.fft.fft(x.to(torch.complex64), dim=1)[:, :7]
+        return torch.fft.irfft(spectrum * self.weight, n=12, dim=1)
+
+
+def trained(path: Path, make: Callable[[], nn.Module], level: str, seed: int, *modes: Any) -> Path:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(32, 64), nn.LayerNorm(64), make(), nn.Linear(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ExitStack() as contexts:
+        for mode in modes:
+            contexts.enter_context(mode)
+        contexts.enter_context(tracediff.record(path, stack="pytorch", level=level))
+        for _ in range(2):
+            ids = torch.randint(0, 32, (2, 12))
+            optimizer.zero_grad()
+            functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            optimizer.step()
+    return path
+
+
+@pytest.mark.parametrize("level", ["module", "op"])
+@pytest.mark.parametrize("make", [Rotary, Filter])
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_is_silent(tmp_path: Path, make: Any, level: str, seed: int) -> None:
+    runs = [
+        trained(tmp_path / str(one), functools.partial(make, one), level, seed)
+        for one in (False, True)
+    ]
+    verdict = bisect(*runs)
+    assert verdict.outcome == "equivalent", verdict.reason
+
+
+def times(factor: Any, only: str) -> Callable[..., Any]:
+    """A product that is wrong for operands of one kind."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        found = torch.ops.aten.mul.Tensor(a, b)
+        return found * factor if str(found.dtype) == only else found
+
+    return product
+
+
+@pytest.mark.parametrize("factor", [1.001, 1 + 0.001j])
+def test_a_wrong_complex_product_is_named(tmp_path: Path, factor: Any) -> None:
+    fault = Kernel("aten.mul.Tensor", times(factor, "torch.complex64"))
+    a = trained(tmp_path / "a", lambda: Rotary(True), "op", 0)
+    b = trained(tmp_path / "b", lambda: Rotary(False), "op", 0, fault)
+    first = bisect(a, b).first
+    assert first is not None
+    assert (first.op["target"], first.blame) == ("aten.mul.Tensor", "target")
+    assert first.site.startswith("0/forward/2")
+
+
+def test_a_gradient_without_its_conjugate_is_named(tmp_path: Path) -> None:
+    fault = Kernel("aten._conj.default", torch.ops.aten.clone.default)
+    a = trained(tmp_path / "a", lambda: Rotary(True), "op", 0)
+    b = trained(tmp_path / "b", lambda: Rotary(False), "op", 0, fault)
+    first = bisect(a, b).first
+    assert first is not None
+    assert (first.op["target"], first.blame) == ("aten._conj.default", "target")
+    assert first.site.startswith("0/backward/2")
+
+
+@pytest.mark.parametrize("change", [{"base": 1.01e4}, {"conjugate": True}])
+def test_another_rotation_is_named_on_both_sides(tmp_path: Path, change: dict[str, Any]) -> None:
+    a = trained(tmp_path / "a", lambda: Rotary(True), "op", 0)
+    b = trained(tmp_path / "b", lambda: Rotary(True, **change), "op", 0)
+    first = bisect(a, b).first
+    assert first is not None
+    assert first.site.startswith("0/forward/2")
+    assert first.blame == "undecided"
+
+
+OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "aten.mul.Tensor": (lambda a, b, r: (a * b, (a, b)), "mul"),
+    "aten.div.Tensor": (lambda a, b, r: (a / b, (a, b)), "div"),
+    "aten.add.Tensor": (lambda a, b, r: (a + r, (a, r)), "add"),
+    "aten.mm.default": (lambda a, b, r: (a @ b.T.contiguous(), (a, b.T.contiguous())), "matmul"),
+    "aten.sum.default": (lambda a, b, r: (a.sum(), (a,)), "sum"),
+    "aten.abs.default": (lambda a, b, r: (a.abs(), (a,)), "abs"),
+    "aten.exp.default": (lambda a, b, r: (a.exp(), (a,)), "exp"),
+    "aten._conj.default": (lambda a, b, r: (a.conj().resolve_conj(), (a,)), "conj"),
+    "aten.view_as_real.default": (lambda a, b, r: (torch.view_as_real(a), (a,)), "view_as_real"),
+    "aten.polar.default": (lambda a, b, r: (torch.polar(r.abs(), r), (r.abs(), r)), "polar"),
+    "aten.complex.default": (lambda a, b, r: (torch.complex(r, r), (r, r)), "complex"),
+}
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_formulas_hold_what_pytorch_computes_and_nothing_else(op: str) -> None:
+    function, canonical = OPERATIONS[op]
+    torch.manual_seed(1)
+    a, b = torch.randn(2, 40, 30, dtype=torch.complex64)
+    found, inputs = function(a, b, torch.randn(40, 30))
+    exact = operations.recompute(
+        Operation(
+            canonical=canonical,
+            op=op,
+            inputs=tuple(x.numpy() for x in inputs),
+            shape=tuple(found.shape),
+            dtype=str(found.dtype).removeprefix("torch."),
+        )
+    )
+    assert exact is not None
+    error = np.abs(found.numpy() - exact.value)
+    assert (error <= 6 * exact.spread).all()
+    assert (6 * exact.spread <= 1e-4 * np.abs(exact.value).max()).all()
+
+
+def test_formulas_of_real_numbers_only_leave_complex_ones_alone() -> None:
+    z = (np.ones(3) + 1j).astype(np.complex64)
+    for canonical in ("tanh", "softmax", "relu", "sign", "log"):
+        operation = Operation(canonical=canonical, inputs=(z,), shape=(3,), dtype="complex64")
+        assert operations.recompute(operation) is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_reports_tell_both_parts_of_a_number() -> None:
+    rng = np.random.default_rng(0)
+    a = (rng.standard_normal((4, 6, 2)).astype(np.float32)).view(np.complex64)[..., 0]
+    b = a.copy()
+    b[2, 3] += 0.5j
+    worst = largest_deviations(a, b)[0]
+    assert worst.index == (2, 3, 1)
+    assert (worst.baseline, worst.target) == (float(a[2, 3].imag), float(b[2, 3].imag))
+    turned = recognise(a, a.conj())
+    assert turned is not None
+    assert turned.name == "conjugate"
+    scaled = recognise(a, a * np.complex64(1 + 0.5j))
+    assert scaled is not None
+    assert scaled.detail["factor"] == pytest.approx([1, 0.5], rel=1e-6)
+    # Real parts that are all alike say nothing of how they are laid out.
+    alike = (1 + 1j * rng.standard_normal((6, 4))).astype(np.complex64)
+    layout = find_layout(alike, np.ascontiguousarray(alike.T))
+    assert layout is not None
+    assert layout.name == "transpose"
