@@ -15,7 +15,7 @@ import mlx.nn
 
 from tracediff.consumers import Consumers
 from tracediff.events import ROOT
-from tracediff.operations import LEAF, VIEWS, canonical_operation, takes_scalar_operands
+from tracediff.operations import CONSTANT, LEAF, VIEWS, canonical_operation, takes_scalar_operands
 from tracediff.recorders.mlx_arrays import to_numpy
 from tracediff.recorders.mlx_cotangents import Cotangents
 from tracediff.recorders.mlx_dataflow import Arrays
@@ -297,7 +297,7 @@ class OperationHooks:
         if not self._is_parameter(array):
             order = self._arrays.equal(values) if order is None else order
         if order is None:
-            order = self._events.leaf(place, name or "constant", values)
+            order = self._events.leaf(place, name or CONSTANT, values)
             self._leaves[name] = order
             self._arrays.make(f"{LEAF} {name}", values, order)
         self._arrays.hold(array, order, values)

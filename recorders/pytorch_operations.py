@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tracediff.consumers import Consumers
 from tracediff.events import ROOT
-from tracediff.operations import ALIAS
+from tracediff.operations import ALIAS, CONSTANT
 from tracediff.recorders.operation_events import (
     Lines,
     Operation,
@@ -412,7 +412,7 @@ class OperationHooks:
             for port, value in ports.tensors if depth else ports.named():
                 if value is tensor:
                     return port
-        return "constant"
+        return CONSTANT
 
     # ---- what is known about it ------------------------------------------------------------
 

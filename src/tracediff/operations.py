@@ -14,6 +14,9 @@ from typing import Final
 LEAF: Final = "leaf"
 """A value that no recorded operation of the step made: parameter, batch field, constant."""
 
+CONSTANT: Final = "constant"
+"""What the leaf of a value is called that no parameter, buffer or argument is."""
+
 ALIAS: Final = "alias"
 """A tensor read again after another view of its memory was written to."""
 

@@ -23,15 +23,13 @@ from tracediff.align.operations import align_operations
 from tracediff.bisection.choices import is_integer, judge_integers
 from tracediff.bisection.findings import Finding
 from tracediff.bisection.nonfinite import judge_nan
-from tracediff.bisection.span_pairs import Mask, SpanPair
-from tracediff.bisection.spans import (
-    Engine,
-    is_float,
-    span_of,
-)
+from tracediff.bisection.span_pairs import CONSTANTS, Mask, SpanPair
+from tracediff.bisection.spans import Engine, Span, difference, is_float, norm, span_of
 from tracediff.bisection.unattached import Unattached
+from tracediff.compare.figures import unit_roundoff, widened
 from tracediff.compare.layouts import Layout, find_layout
 from tracediff.events import STAGE_RANK, Event
+from tracediff.operations import CONSTANT
 from tracediff.trace import Trace
 
 _LEFT: Final = 1e-3
@@ -136,12 +134,11 @@ class OperationJudge:
 
     def _judge(self, pair: ValuePair) -> Finding | None:
         a, b = pair.baseline.event, pair.target.event
-        both_leaves = pair.baseline.is_leaf and pair.target.is_leaf
         numbers = all(is_float(event) or is_integer(event) for event in (a, b))
-        if both_leaves or pair.layout != "whole" or not numbers:
+        if pair.layout != "whole" or not numbers or (a.digest == b.digest and a.dtype == b.dtype):
             return None
-        if a.digest == b.digest and a.dtype == b.dtype:
-            return None
+        if pair.baseline.is_leaf and pair.target.is_leaf:
+            return self._judge_constant(pair)
         spans = (
             span_of(pair.baseline, self._partner[0]),
             span_of(pair.target, self._partner[1]),
@@ -155,6 +152,34 @@ class OperationJudge:
             return made
         case = SpanPair(pair, spans, self._engines, self._partner, self._lay_over, self._counts(a))
         return case.finding()
+
+    def _judge_constant(self, pair: ValuePair) -> Finding | None:
+        """A table that the code brings along, such as angles that are no buffer: all else that no
+        operation made is recorded, and judged, elsewhere."""
+        a, b = pair.baseline.event, pair.target.event
+        values = self.values(pair)
+        are_constants = all(
+            is_float(event) and event.attributes.get("name") == CONSTANT for event in (a, b)
+        )
+        if not are_constants or values is None or STAGE_RANK[a.site.phase] > STAGE_RANK["loss"]:
+            return None
+        wide = widened(values[0])
+        error = norm(difference(wide, widened(values[1]))) / (norm(wide) or 1.0)
+        bound = CONSTANTS * max(map(unit_roundoff, (a.dtype, b.dtype)))
+        if error <= bound:
+            return None
+        return Finding(
+            pair=pair,
+            spans=(Span(pair.baseline, (), ()), Span(pair.target, (), ())),
+            inputs=(),
+            culprits=(None, None),
+            checks={},
+            error=error,
+            bound=bound,
+            derivation=f"a constant of {a.dtype}, rounded by each side",
+            blame="undecided",
+            note="no operation of the step made it",
+        )
 
     def _lay_over(self, value: Value) -> Layout | None:
         """How the partner of a baseline's value lies over it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tracediff.operations import CONSTANT, LEAF
 from tracediff.verdict import Divergence
 
 _KINDS = {
@@ -29,6 +30,8 @@ def sentence(found: Divergence) -> str:
 
 def _operation(found: Divergence) -> str:
     """The operation, or what each side has in its place, with the lines of code."""
+    if set(found.op.values()) == {LEAF}:
+        return f"a {CONSTANT} ({found.where['baseline'] or 'line unknown'})"
     told = {side: f"{op} ({found.where[side] or 'line unknown'})" for side, op in found.op.items()}
     if len(told) == 1:
         side, operation = next(iter(told.items()))

@@ -28,7 +28,7 @@ _SHOWS: Final = 1 / 4
 """An error of an operation is real if this part of it is there in the pair: what a formula
 describes wrongly, it describes wrongly on both sides, and cancels."""
 
-_CONSTANTS: Final = 16.0
+CONSTANTS: Final = 16.0
 """Units of roundoff by which two spans may differ on the same inputs: constants (a scale, a table
 of angles) are rounded by each stack."""
 
@@ -281,7 +281,7 @@ class SpanPair:
         if {self.partner[0].get(v) for v in starts[0]} != starts[1]:
             steps = len(self.spans[0].operations) + len(self.spans[1].operations)
             between = bounds.floor(event, self.pair.target.event)[0] * math.sqrt(steps)
-        return max(_CONSTANTS * roundoff, *spreads, between)
+        return max(CONSTANTS * roundoff, *spreads, between)
 
     def _unplaced(self) -> float:
         """How far inputs may be apart that have no common layout, as rows in another order: as far
