@@ -143,6 +143,71 @@ def test_another_rotation_is_named_on_both_sides(tmp_path: Path, change: dict[st
     assert first.blame == "undecided"
 
 
+def rotated_in_mlx(path: Path, weights: Any, angles: Any, inputs: Any, factor: float) -> Path:
+    mx = pytest.importorskip("mlx.core")
+    import mlx.nn as mlx_nn
+    import mlx.optimizers
+
+    class Model(mlx_nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (mlx_nn.Linear(16, 16, bias=False) for _ in range(2))
+
+        def __call__(self, x: Any) -> Any:
+            pairs = self.a(x).reshape(3, 6, 8, 2)
+            turn = mx.cos(mx.array(angles)) + 1j * mx.sin(mx.array(angles))
+            turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn * factor
+            return self.b(mx.stack([turned.real, turned.imag], -1).reshape(3, 6, 16))
+
+    model: Any = Model()
+    model.a.weight, model.b.weight = map(mx.array, weights)
+    optimizer = mlx.optimizers.SGD(0.1)
+    gradient = mlx_nn.value_and_grad(model, lambda model, x: (model(x) ** 2).mean())
+    with tracediff.record(path, stack="mlx", level="op"):
+        for x in inputs:
+            loss, grads = gradient(model, mx.array(x))
+            optimizer.update(model, grads)
+            mx.eval(loss, model.parameters())
+    return path
+
+
+def rotated_in_pytorch(path: Path, weights: Any, angles: Any, inputs: Any) -> Path:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(self.a(x).reshape(3, 6, 8, 2))
+            turn = torch.polar(torch.ones(6, 8), torch.tensor(angles))
+            return self.b(torch.view_as_real(pairs * turn).flatten(2))
+
+    model = Model()
+    model.a.weight.data, model.b.weight.data = map(torch.tensor, weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracediff.record(path, stack="pytorch", level="op"):
+        for x in inputs:
+            optimizer.zero_grad()
+            model(torch.tensor(x)).square().mean().backward()
+            optimizer.step()
+    return path
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_two_stacks_rotate_alike(tmp_path: Path, factor: float) -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((2, 16, 16), np.float32) / 4
+    angles = np.outer(np.arange(6), 10.0 ** -np.arange(8)).astype(np.float32)
+    inputs = rng.standard_normal((2, 3, 6, 16), np.float32)
+    a = rotated_in_pytorch(tmp_path / "a", weights, angles, inputs)
+    first = bisect(a, rotated_in_mlx(tmp_path / "b", weights, angles, inputs, factor)).first
+    assert (first is None) == (factor == 1)
+    if first is not None:
+        assert (first.stage, first.pattern) == ("forward", "scaled")
+        assert first.detail["factor"] == pytest.approx(factor, rel=1e-5)
+        assert first.blame == "undecided"
+
+
 OPERATIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "aten.mul.Tensor": (lambda a, b, r: (a * b, (a, b)), "mul"),
     "aten.div.Tensor": (lambda a, b, r: (a / b, (a, b)), "div"),

@@ -178,8 +178,7 @@ class SpanPair:
             explained = difference(own, other)
             if side == 1:
                 explained = -self._laid_over(explained)
-            result: Floats = apart - explained
-            return result
+            return difference(apart, explained)
         return None
 
     # ---- verdicts --------------------------------------------------------------------------
