@@ -144,7 +144,8 @@ class Function:
         name: What it is called: `aten.mul.Tensor`.
         parameters: None for a higher-order operator, which has no schema.
         writes: Whether it changes arguments in place.
-        draws: Whether it draws from a generator.
+        draws: Whether it draws from a generator, unless a probability of dropout says otherwise.
+        dropout: That probability where none is given; None where it takes none.
         skipped: Whether it is not recorded.
         uninitialised: Whether the values of its results are whatever was in memory.
         scratch: Places of the results of which that is so.
@@ -160,6 +161,7 @@ class Function:
     parameters: tuple[Parameter, ...] | None
     writes: bool
     draws: bool
+    dropout: float | None
     skipped: bool
     uninitialised: bool
     scratch: tuple[int, ...]
@@ -214,6 +216,7 @@ def _function_of(func: Any) -> Function:
         parameters=parameters,
         writes=writes,
         draws=torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()),
+        dropout=_default(schema, "dropout_p"),
         skipped=namespace in _SKIPPED_NAMESPACES,
         uninitialised=base in _UNINITIALISED,
         scratch=() if schema is None else _scratch(base, schema),
@@ -222,6 +225,11 @@ def _function_of(func: Any) -> Function:
         fills=is_filled and not writes,
         collective=collective,
     )
+
+
+def _default(schema: Any, name: str) -> Any:
+    arguments = getattr(schema, "arguments", ())
+    return next((each.default_value for each in arguments if each.name == name), None)
 
 
 def _parameters(name: str, schema: Any, collective: bool) -> tuple[Parameter, ...]:

@@ -420,7 +420,7 @@ class OperationHooks:
         self, function: Function, place: Place, plain: Mapping[str, Any]
     ) -> dict[str, Any]:
         attributes: dict[str, Any] = {}
-        if function.draws and plain.get("dropout_p") != 0.0:
+        if function.draws and plain.get("dropout_p", function.dropout) != 0.0:
             attributes["rng"] = True
         node: Any = torch._C._current_autograd_node() if place.phase == "backward" else None
         if node is not None:

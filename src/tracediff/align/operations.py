@@ -41,6 +41,12 @@ _CLOSE: Final = 4
 """Units of roundoff within which values are paired first: a few roundings apart. What is further
 apart might also be another value of the like."""
 
+_NAMED: Final = 256
+"""As many, within which values of one name are, before any other is taken: Adam's root of a second
+moment is a few roundings from itself plus `eps`, where gradients are further apart."""
+_LEAST: Final = 1e-4
+"""No further: in 16 bits a value is as near to itself times a weight near one."""
+
 _INDEX: Final = attrgetter("index")
 
 _NUMBER: Final = re.compile(r"\d+")
@@ -102,9 +108,12 @@ def _aligned(
     limit = tolerance({value.event.dtype for flow in flows for value in flow.values})
     if rules.renames:
         _by_rule(matching, rules)
-    for near in (_CLOSE * limit**2, limit):
+    close = _CLOSE * limit**2
+    for near in (close, max(close, min(_NAMED * limit**2, _LEAST))):
         _by_name(matching, near, "name")
-        _by_fingerprint(matching, near)
+    _by_fingerprint(matching, close)
+    _by_name(matching, limit, "name")
+    _by_fingerprint(matching, limit)
     _by_module(matching, modules)
     _by_name(matching, None, "structure")
     pair_by_flow(matching, limit)

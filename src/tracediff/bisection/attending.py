@@ -41,6 +41,10 @@ class _Heads:
     def count(self) -> int:
         return int(self.arrays[0].shape[1])
 
+    @property
+    def length(self) -> int:
+        return int(self.arrays[0].shape[2])
+
 
 _Choice = tuple[_Heads, _Heads, _Heads]
 
@@ -153,22 +157,25 @@ def _choices(
     size: int,
 ) -> Iterator[_Choice]:
     """Queries, keys and values: one matrix of all three, or three whose queries came first."""
-    length = attempt.values[0].shape[1]
+    batch, length, _ = attempt.values[0].shape
     split = []
     for pair, arrays in sources:
         a, b = (_split(array, length, size) for array in arrays)
-        if a is not None and b is not None and a.shape == b.shape:
+        if a is not None and b is not None and a.shape == b.shape and len(a) == batch:
             split.append(_Heads(pair, (a, b)))
     key_heads = _head_counts(attempt)[1] or heads
     for joined in split:
-        if joined.count == heads + 2 * key_heads:
+        if joined.count == heads + 2 * key_heads and joined.length == length:
             yield _taken_apart(joined, heads, key_heads)
     for key in split:
         for query in split:
-            if query.count != heads or heads % key.count or not _before(query, key):
+            if query.count != heads or query.length != length or heads % key.count:
+                continue
+            if not _before(query, key):
                 continue
             for value in split:
-                if value.count == key.count and value is not key and value is not query:
+                alike = value.count == key.count and value.length == key.length
+                if alike and value is not key and value is not query:
                     yield query, key, value
 
 

@@ -334,7 +334,11 @@ class Backward:
         upstream = self._trace.array(grad)
         if wrt != "in" or rows is None:
             return self._reference.gradient(call, upstream, wrt, rows)
-        x, upstream = (_regrouped(a, width, rows) for a in (call.inputs["in"], upstream))
+        x = call.inputs["in"]
+        if x.size // width % x.shape[-1]:  # a row of it has several of the value's
+            found = self._reference.gradient(call, upstream, wrt)
+            return None if found is None else _picked(found, width, rows)
+        x, upstream = (_regrouped(a, width, rows) for a in (x, upstream))
         return self._reference.gradient(replace(call, inputs={"in": x}), upstream, wrt)
 
     def _call(self, key: Key, dtype: str) -> Call | None:
@@ -399,6 +403,11 @@ def _regrouped(array: Array, width: int, rows: NDArray[np.intp]) -> Array:
     """Some of `width` rows, split as the array is: a row of a value may be several of a view."""
     picked: Array = array.reshape(width, -1)[rows].reshape(-1, array.shape[-1])
     return picked
+
+
+def _picked(found: Replayed, width: int, rows: NDArray[np.intp]) -> Replayed:
+    value, spread = (a.reshape(width, -1)[rows] for a in (found.value, found.spread))
+    return Replayed(value, spread, found.derivation)
 
 
 def _shape(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from tracediff.bisection.unattached import Unattached
 from tracediff.compare.figures import unit_roundoff, widened
 from tracediff.compare.layouts import Layout, find_layout
 from tracediff.events import STAGE_RANK, Event
-from tracediff.operations import CONSTANT
+from tracediff.operations import ALIAS, CONSTANT, VIEWS
 from tracediff.trace import Trace
 
 _LEFT: Final = 1e-3
@@ -114,7 +114,8 @@ class OperationJudge:
 
     def _heals(self, pair: ValuePair, error: float) -> bool:
         """Whether next to nothing is left of an error in what is computed from a pair: it was
-        paired wrongly, or a consistent change makes no difference."""
+        paired wrongly, or a consistent change makes no difference, such as a scale that one side
+        applies to the queries and the other to the scores."""
         found, seen, waiting = [], set(), list(pair.baseline.users)
         while waiting:
             value = waiting.pop()
@@ -127,8 +128,19 @@ class OperationJudge:
             else:
                 dtypes = (value.event.dtype, partner.event.dtype)
                 apart = distance(value.event.fingerprint, partner.event.fingerprint)
-                found.append(apart <= min(tolerance(dtypes), _LEFT * error))
+                near = apart <= min(tolerance(dtypes), _LEFT * error)
+                if not near and value.users and self._is_multiple(value, partner):
+                    waiting.extend(value.users)
+                else:
+                    found.append(near)
         return bool(found) and all(found)
+
+    def _is_multiple(self, value: Value, partner: Value) -> bool:
+        from tracediff.compare.patterns import recognise
+
+        values = self.values(ValuePair(value, partner, ""))
+        pattern = recognise(*values) if values is not None and is_float(value.event) else None
+        return pattern is not None and pattern.name in ("scaled", "sign")
 
     # ---- one pair --------------------------------------------------------------------------
 
@@ -139,6 +151,8 @@ class OperationJudge:
             return None
         if pair.baseline.is_leaf and pair.target.is_leaf:
             return self._judge_constant(pair)
+        if _is_unread(pair.baseline) and _is_unread(pair.target):
+            return None
         spans = (
             span_of(pair.baseline, self._partner[0]),
             span_of(pair.target, self._partner[1]),
@@ -207,3 +221,11 @@ class OperationJudge:
             heads = np.repeat(mask, shape[0] // batch, axis=0)
             return np.broadcast_to(heads[:, :, None], shape)
         return None
+
+
+def _is_unread(value: Value) -> bool:
+    """Whether memory was looked at and nothing computed from it: a part that is to be written to,
+    which holds anything as long as it was not. What it holds afterwards is an alias of it."""
+    return name_of(value.event) in VIEWS and all(
+        name_of(user.event) == ALIAS or _is_unread(user) for user in value.users
+    )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracediff.align.fingerprints import distance, tolerance
-from tracediff.align.flow import Value
+from tracediff.align.flow import Value, name_of
 from tracediff.align.matching import ValuePair
 from tracediff.bisection.findings import Finding
 from tracediff.bisection.narrowing import narrow
@@ -22,6 +22,7 @@ from tracediff.compare import bounds
 from tracediff.compare.figures import unit_roundoff, widened
 from tracediff.compare.layouts import Layout
 from tracediff.events import Event
+from tracediff.operations import ALIAS
 from tracediff.replaying import Floats
 
 _SHOWS: Final = 1 / 4
@@ -304,6 +305,8 @@ class SpanPair:
     ) -> Finding | None:
         """Where a side's operations are not known: what is left of the difference, and rounding."""
         a, b = self.pair.baseline.event, self.pair.target.event
+        if ALIAS in (name_of(a), name_of(b)):
+            return None  # of what was written to a part of it, that part is judged
         steps = max(1, *(len(span.operations) for span in self.spans))
         floor, derivation = bounds.floor(a, b)
         if unexplained is not None:
