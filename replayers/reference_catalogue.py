@@ -3,6 +3,7 @@
 from tracediff.replayers import (
     reference_backward,  # noqa: F401  (each enters its formulas into the table)
     reference_complex,  # noqa: F401
+    reference_decompositions,  # noqa: F401
     reference_fused,  # noqa: F401
     reference_layout,  # noqa: F401
     reference_vjp_fused,  # noqa: F401

@@ -62,6 +62,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Olmo2ForCausalLM": ("Olmo2Config", SIZES | ENDS),
+    "FalconForCausalLM": (
+        "FalconConfig",
+        PLAIN | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | ENDS,
+    ),
+    "XLNetLMHeadModel": (
+        "XLNetConfig",
+        {"vocab_size": 256, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128}
+        | {"dropout": 0.0}
+        | ENDS,
+    ),
+}
+
 Break = Callable[[Any, int], None]
 
 
@@ -75,7 +89,7 @@ def record(
     path: Path, name: str, attention: str, dtype: Any, level: str, steps: int, broken: Break
 ) -> None:
     """Trains a small model; `broken(model, step)` may change something before a step."""
-    config, sizes = MODELS[name]
+    config, sizes = (MODELS | OTHERS)[name]
     torch.manual_seed(0)
     made = getattr(transformers, config)(**sizes, attn_implementation=attention)
     model = getattr(transformers, name)(made).to(dtype).train()
@@ -96,11 +110,12 @@ def compared(
     dtype: Any,
     level: str,
     broken: Break = lambda model, step: None,
+    baseline: str = "sdpa",
 ) -> Verdict:
     """What is said of a run and another one by other kernels, a thing of which may be broken."""
-    steps = 5 if level == "digest" else 3
+    steps = {"digest": 5, "module": 3, "op": 2}[level]
     paths = folder / "a.zarr", folder / "b.zarr"
-    record(paths[0], name, "sdpa", dtype, level, steps, lambda model, step: None)
+    record(paths[0], name, baseline, dtype, level, steps, lambda model, step: None)
     record(paths[1], name, "eager", dtype, level, steps, broken)
     return bisect(*paths, every_step=True)
 
@@ -114,6 +129,27 @@ def test_other_kernels_are_silent(tmp_path: Path, name: str, level: str, dtype: 
     verdict = compared(tmp_path, name, getattr(torch, dtype), level)
     assert verdict.outcome == "equivalent", verdict.reason
     assert verdict.first is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["OPTForCausalLM", "DeepseekV3ForCausalLM", "Olmo2ForCausalLM", "FalconForCausalLM"],
+)
+def test_operations_of_other_kernels_are_silent(tmp_path: Path, name: str) -> None:
+    """Among them: gradients so small that Adam's `eps` counts, memory that is filled part by part,
+    and queries and keys that are scaled instead of their product."""
+    verdict = compared(tmp_path, name, torch.float32, "op")
+    assert verdict.outcome == "equivalent", verdict.reason
+
+
+def test_a_model_whose_batch_is_the_second_dimension(tmp_path: Path) -> None:
+    def broken(model: Any, step: int) -> None:
+        with torch.no_grad():
+            model.transformer.layer[1].ff.layer_1.weight.mul_(1.01 if step == 1 else 1.0)
+
+    verdict = compared(tmp_path, "XLNetLMHeadModel", torch.float32, "module", broken, "eager")
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.path) == (1, "transformer.layer.1.ff.layer_1")
 
 
 @pytest.mark.parametrize("level", ["digest", "module"])

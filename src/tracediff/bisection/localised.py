@@ -57,7 +57,7 @@ def first_operation(
 
     draw = first_draw(traces, events)
     found = _first_wrong(traces, events, alignment, options)
-    if draw is not None and (found is None or draw[1] < found.orders):
+    if draw is not None and (found is None or draw[1] <= found.orders):
         return Localised(*draw)
     return found
 
