@@ -41,7 +41,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """One element that deviates: its index in the baseline's layout, and both values."""
+    """One element that deviates: its index in the baseline's layout, and both values.
+
+    Of a complex number it is one of the parts, and the index ends with 0 (real) or 1 (imaginary).
+    """
 
     index: tuple[int, ...]
     baseline: Any
