@@ -24,11 +24,14 @@ static int is_found(void)
 {
     if (parallel)
         return 1;
+    Parallel found = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    if (!found)
+        return 0;
     most_threads = (Number)dlsym(RTLD_DEFAULT, "omp_get_max_threads");
     team_size = (Number)dlsym(RTLD_DEFAULT, "omp_get_num_threads");
     member = (Number)dlsym(RTLD_DEFAULT, "omp_get_thread_num");
     if (most_threads && team_size && member && !pthread_atfork(NULL, NULL, be_alone))
-        parallel = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        parallel = found;
     return parallel != NULL;
 }
 
