@@ -4,6 +4,7 @@ Passes in order, each over what the earlier ones left. Those that look at values
 
 - `rule`: what a user's rules rename onto each other;
 - `name`: as many operations of one canonical name in one module, in order, with near fingerprints;
+  all operations of a parameter's update, where they are the same in the same order;
 - `fingerprint`: near fingerprints inside the innermost module that both sides have;
 - `across`: near fingerprints further apart, up to the whole step.
 
@@ -108,6 +109,7 @@ def _aligned(
     limit = tolerance({value.event.dtype for flow in flows for value in flow.values})
     if rules.renames:
         _by_rule(matching, rules)
+    _by_sequence(matching)
     close = _CLOSE * limit**2
     for near in (close, max(close, min(_NAMED * limit**2, _LEAST))):
         _by_name(matching, near, "name")
@@ -154,6 +156,28 @@ def _by_rule(matching: Matching, rules: Rules) -> None:
             continue
         if path != site.path or rules.rename("baseline", partner.event.site.path) != path:
             matching.pair(partner, value, "rule")
+
+
+def _by_sequence(matching: Matching) -> None:
+    """The operations of an update, where both sides run the same ones of a parameter in one order:
+    where gradients are rounding alone, their values say nothing."""
+    sides = [
+        grouped(
+            (v for v in matching.unpaired(side) if v.phase == "optimizer"), lambda v: (v.module,)
+        )
+        for side in (0, 1)
+    ]
+    for module, found in sides[1].items():
+        partners = sides[0].get(module, [])
+        if list(map(_kind_of, partners)) != list(map(_kind_of, found)):
+            continue
+        for a, b in zip(partners, found, strict=True):
+            if matching.is_causal(a, b):
+                matching.pair(a, b, "name")
+
+
+def _kind_of(value: Value) -> Key:
+    return value.name, value.event.site.port, value.count, value.event.dtype
 
 
 def _by_name(matching: Matching, limit: float | None, label: str) -> None:
