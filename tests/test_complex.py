@@ -112,25 +112,23 @@ def times(factor: Any, only: str) -> Callable[..., Any]:
     return product
 
 
-@pytest.mark.parametrize("factor", [1.001, 1 + 0.001j])
-def test_a_wrong_complex_product_is_named(tmp_path: Path, factor: Any) -> None:
-    fault = Kernel("aten.mul.Tensor", times(factor, "torch.complex64"))
-    a = trained(tmp_path / "a", lambda: Rotary(True), "op", 0)
-    b = trained(tmp_path / "b", lambda: Rotary(False), "op", 0, fault)
-    first = bisect(a, b).first
-    assert first is not None
-    assert (first.op["target"], first.blame) == ("aten.mul.Tensor", "target")
-    assert first.site.startswith("0/forward/2")
+FAULTS = [
+    ("aten.mul.Tensor", times(1.001, "torch.complex64"), "forward"),
+    ("aten.mul.Tensor", times(1 + 0.001j, "torch.complex64"), "forward"),
+    ("aten._conj.default", torch.ops.aten.clone.default, "backward"),  # of a gradient
+]
 
 
-def test_a_gradient_without_its_conjugate_is_named(tmp_path: Path) -> None:
-    fault = Kernel("aten._conj.default", torch.ops.aten.clone.default)
+@pytest.mark.parametrize(("op", "wrong", "stage"), FAULTS)
+def test_a_wrong_operation_is_named(
+    tmp_path: Path, op: str, wrong: Callable[..., Any], stage: str
+) -> None:
     a = trained(tmp_path / "a", lambda: Rotary(True), "op", 0)
-    b = trained(tmp_path / "b", lambda: Rotary(False), "op", 0, fault)
+    b = trained(tmp_path / "b", lambda: Rotary(False), "op", 0, Kernel(op, wrong))
     first = bisect(a, b).first
     assert first is not None
-    assert (first.op["target"], first.blame) == ("aten._conj.default", "target")
-    assert first.site.startswith("0/backward/2")
+    assert (first.op["target"], first.blame) == (op, "target")
+    assert first.site.startswith(f"0/{stage}/2")
 
 
 @pytest.mark.parametrize("change", [{"base": 1.01e4}, {"conjugate": True}])
@@ -242,6 +240,36 @@ def test_formulas_hold_what_pytorch_computes_and_nothing_else(op: str) -> None:
     error = np.abs(found.numpy() - exact.value)
     assert (error <= 6 * exact.spread).all()
     assert (6 * exact.spread <= 1e-4 * np.abs(exact.value).max()).all()
+
+
+@pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])
+def test_transforms_are_held_to_their_formula(norm: str) -> None:
+    """As PyTorch numbers the norms, with dimensions that were worked out by hand."""
+    number = {"backward": (0, 2), "ortho": (1, 1), "forward": (2, 0)}[norm]
+    x = torch.randn(5, 12, 6)
+    z = torch.fft.rfft2(x, dim=(0, 1), norm=norm)
+    cases = [
+        ("_fft_r2c", x, z, {"normalization": number[0], "onesided": True}),
+        ("_fft_c2c", z, torch.fft.fft2(z, dim=(0, 1), norm=norm),
+         {"normalization": number[0], "forward": True}),
+        ("_fft_c2c", z, torch.fft.ifft2(z, dim=(0, 1), norm=norm),
+         {"normalization": number[1], "forward": False}),
+        ("_fft_c2r", z, torch.fft.irfft2(z, s=(5, 12), dim=(0, 1), norm=norm),
+         {"normalization": number[1], "last_dim_size": 12}),
+    ]  # fmt: skip
+    for canonical, given, found, args in cases:
+        exact = operations.recompute(
+            Operation(
+                canonical=canonical,
+                inputs=(given.numpy(),),
+                args={"dim": [0, 1], **args},
+                shape=tuple(found.shape),
+                dtype=str(found.dtype).removeprefix("torch."),
+            )
+        )
+        assert exact is not None
+        assert (np.abs(found.numpy() - exact.value) <= 6 * exact.spread).all()
+        assert (6 * exact.spread <= 1e-4 * np.abs(exact.value).max()).all()
 
 
 def test_formulas_of_real_numbers_only_leave_complex_ones_alone() -> None:
