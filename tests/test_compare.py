@@ -147,6 +147,25 @@ def test_a_lost_factor_of_a_moment_is_named(factor: float, said: str) -> None:
     assert said in pattern.meaning
 
 
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (8192.0, "= 8192:"),
+        (1 / 8192, "= 1/8192:"),
+        (-7.0, "= -7:"),
+        (5000.3, "5000.3: a constant factor"),  # within 1e-4 of 5000, as every number is of one
+        (70.9, "70.9: a constant factor"),  # and of the root of 5027
+        (1e200, "1e+200: a constant factor"),  # whose square is no number
+        (1e-310, "1e-310: a constant factor"),  # whose reciprocal is none
+    ],
+)
+def test_a_factor_is_told_as_whole_where_that_is_no_chance(factor: float, said: str) -> None:
+    wide = RANDOM.astype(np.float64)
+    pattern = recognise(wide, wide * factor)
+    assert pattern is not None
+    assert said in pattern.meaning
+
+
 def test_a_small_factor_is_seen_among_rounding() -> None:
     noise = 1 + 1e-7 * np.random.default_rng(6).normal(size=RANDOM.shape)
     pattern = recognise(RANDOM, (RANDOM * noise * 1.0001).astype(np.float32))

@@ -29,6 +29,11 @@ _ROUNDINGS: Final = 2
 _REAL: Final = 1e-6
 """Part of a factor up to which an imaginary one is rounding."""
 
+_NEAR: Final = 1e-4
+_NEAREST: Final = 0.01
+"""Relative and absolute distance from a whole number up to which a factor is told as one: a larger
+one would be near one by chance."""
+
 _BETAS: Final = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 """Decay rates of moments in common use."""
 
@@ -43,7 +48,7 @@ class Pattern:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
-@np.errstate(over="ignore", invalid="ignore")
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")
 def recognise(
     baseline: NDArray[Any], target: NDArray[Any], counts: NDArray[np.bool_] | None = None
 ) -> Pattern | None:
@@ -102,7 +107,7 @@ def _scaled(a: Floats, b: Floats, roundoff: float) -> Pattern | None:
     factor = float(times.real)
     left, apart, size = (float(np.linalg.norm(x)) for x in (b - times * a, a - b, a))
     rounding = left <= _ROUNDINGS * roundoff * size and left <= _AMONG_ROUNDING * apart
-    if not (rounding or left <= _EXPLAINED * apart):
+    if not (rounding or left <= _EXPLAINED * apart) or not np.isfinite(factor):
         return None
     if abs(times.imag) > _REAL * abs(times):
         parts = {"factor": [factor, float(times.imag)]}
@@ -118,29 +123,33 @@ def _scaled(a: Floats, b: Floats, roundoff: float) -> Pattern | None:
 
 def _named_factor(factor: float) -> str:
     """Where a constant factor usually comes from, if it is a well-known one."""
-    size = abs(factor)
-    if size == 0:
-        return ""
-    for value, sign in ((size, ""), (1 / size, "1/")):
+    minus = "-" if factor < 0 else ""
+    for value, over in ((factor, ""), (1 / factor if factor else 0.0, "1/")):
+        size, sign = abs(value), f"{minus}{over}"
         for beta in _BETAS:
-            if abs(value * (1 - beta) - 1) < 1e-4:
+            if abs(size * (1 - beta) - 1) < _NEAR:
                 return (
-                    f" = {sign}{value:.4g}: 1/(1 - beta) for beta {beta:g}, a moment without its "
+                    f" = {sign}{size:.4g}: 1/(1 - beta) for beta {beta:g}, a moment without its "
                     "bias correction or without its factor; or a scale applied on one side only"
                 )
-        whole = round(value)
-        if whole >= 2 and abs(value - whole) < 1e-4 * value:
+        if (whole := _whole(size)) >= 2:
             return (
                 f" = {sign}{whole}: a scale applied on one side only, such as alpha instead of "
                 "alpha/r, a mean instead of a sum, or a count of steps or ranks"
             )
-        square = round(value * value)
-        if square >= 2 and abs(value * value - square) < 1e-4 * square:
+        if (square := _whole(size * size)) >= 2:
             return (
                 f" = {sign}sqrt({square}): rank-stabilised scaling, or a square root of a "
                 "dimension on one side"
             )
     return ": a constant factor on one side, such as clipping, a scale or a learning rate"
+
+
+def _whole(size: float) -> int:
+    """The whole number that a size is near; 0 where it is near none, or too large to tell."""
+    if not size < _NEAREST / unit_roundoff("float64"):
+        return 0
+    return round(size) if abs(size - round(size)) < min(_NEAR * size, _NEAREST) else 0
 
 
 def _byte_order(baseline: NDArray[Any], target: NDArray[Any]) -> Pattern | None:
