@@ -16,10 +16,10 @@ from tracediff.replayers.reference_operations import (
     rounded,
     roundoff,
     sigmoid_of,
-    summed,
     widen,
 )
 from tracediff.replayers.reference_rounding import together
+from tracediff.replayers.reference_statistics import asked, centred_gradient
 from tracediff.replaying import Floats, Operation, Replayed
 
 
@@ -106,36 +106,19 @@ def _layer_norm_backward(operation: Operation) -> Replayed | None:
     weight = widen(operation.inputs[4]) if len(operation.inputs) > 4 else 1.0
     x = (data - mean) * scale
     unit, rows = roundoff(operation), tuple(range(grad.ndim - 1))
-    terms = {0: None, 1: grad * x, 2: grad}[operation.output]
-    if terms is not None:
+    off = unit * (np.abs(data) + np.abs(mean)) * scale
+    which = asked(operation)
+    if which:
+        terms = grad * x if which == 1 else grad
         value = terms.sum(axis=rows)
         count = math.prod(grad.shape[:-1])
-        off = unit * (np.abs(data) + np.abs(mean)) * scale * np.abs(grad)
         error = together(
             accumulated(operation, value, (terms**2).sum(axis=rows), count),
-            np.sqrt((off**2).sum(axis=rows)) * (operation.output == 1),
+            np.sqrt(((off * grad) ** 2).sum(axis=rows)) * (which == 1),
         )
         return rounded(operation, value, error)
-    h = grad * weight
-    first = h.mean(axis=-1, keepdims=True)
-    second = (h * x).mean(axis=-1, keepdims=True)
-    value = (h - first - x * second) * scale
-    length = data.shape[-1]
-    sums = math.sqrt(length / 3) * np.sqrt((h**2).mean(axis=-1, keepdims=True))
-    cross = math.sqrt(length / 3) * np.sqrt(((h * x) ** 2).mean(axis=-1, keepdims=True))
-    moved = (np.abs(data) + np.abs(mean)) * scale
-    error = (
-        unit
-        * scale
-        * (
-            2 * np.abs(h)
-            + np.abs(first)
-            + 3 * np.abs(x * second)
-            + moved * np.abs(second)
-            + (sums + np.abs(x) * cross) / math.sqrt(length)
-        )
-    )
-    return rounded(operation, value, error)
+    value, error = centred_gradient(grad * weight, x, off, unit)
+    return rounded(operation, value * scale, error * scale)
 
 
 @formula("embedding_backward")
@@ -151,17 +134,6 @@ def _embedding_backward(operation: Operation) -> Replayed | None:
     np.add.at(squares, places[keep], flat[keep] ** 2)
     largest = int(np.bincount(places).max(initial=1))
     return rounded(operation, value, accumulated(operation, value, squares, largest))
-
-
-@formula("convolution_backward")
-def _convolution_backward(operation: Operation) -> Replayed | None:
-    """The gradient of a bias, which is nothing but rounding where a norm follows; of what is
-    convolved and of the weight, nothing is known here."""
-    asked = argument(operation, "output_mask")
-    if not asked[2] or operation.output != sum(asked) - 1:
-        return None
-    grad = widen(operation.inputs[0])
-    return rounded(operation, *summed(operation, grad, (0, *range(2, grad.ndim))))
 
 
 @formula("nll_loss_backward")

@@ -27,7 +27,8 @@ COMPLEX.update(
     ("add", "sub", "mul", "div", "neg", "abs", "square", "sqrt", "rsqrt", "reciprocal", "exp"),
     ("matmul", "addmm", "sum", "mean", "norm", "cumsum", "where", "copy", "detach", "alias"),
     ("identity", "reshape", "squeeze", "unsqueeze", "expand", "transpose", "concatenate", "stack"),
-    ("slice", "select", "split", "index", "take", "repeat", "tile", "cast"),
+    ("slice", "select", "split", "index", "take", "repeat", "tile", "cast", "flip", "roll"),
+    ("zeros", "ones"),
     ("view_as_real", "view_as_complex", "real", "imag", "conj", "complex", "polar"),
     ("_fft_r2c", "_fft_c2c", "_fft_c2r"),
 )

@@ -17,9 +17,9 @@ from tracediff.replayers.reference_operations import (
     product,
     rounded,
     roundoff,
-    softmax_of,
     widen,
 )
+from tracediff.replayers.reference_reductions import softmax_of
 from tracediff.replayers.reference_rounding import ROUNDING, positive_sum, random_walk, together
 from tracediff.replaying import Floats, Operation, Replayed
 

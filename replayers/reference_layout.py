@@ -10,9 +10,9 @@ import numpy as np
 from tracediff.replayers.reference_operations import (
     accumulated,
     argument,
+    axes_of,
     exact,
     formula,
-    operands,
     rounded,
     widen,
 )
@@ -182,22 +182,43 @@ def _histogram(operation: Operation) -> Replayed | None:
 @formula("scatter")
 def _scatter(operation: Operation) -> Replayed | None:
     """`data[ids] = values`, or added to it (`index_put`); one for each place of an axis
-    (`scatter.src`)."""
+    (`scatter.src`, `scatter_add`)."""
     data, ids, values = operation.inputs
-    if operation.op == "aten.scatter.src":
-        result, axis = widen(data).copy(), int(argument(operation, "dim"))
-        own = tuple(slice(0, n) for n in ids.shape)
-        np.put_along_axis(result, ids, widen(values)[own], axis)
-        return exact(operation, result) if ids.shape[:axis] == data.shape[:axis] else None
-    if not operation.op.startswith("aten.index_put") or data.dtype.kind in "iub":
+    adds = bool(argument(operation, "accumulate", default="scatter_add" in operation.op))
+    if data.dtype.kind in "iub":
         return None
-    places, result, squares = ids.astype(np.int64), widen(data).copy(), np.zeros(data.shape)
-    if not argument(operation, "accumulate", default=False):
-        result[places] = widen(values)
-        return exact(operation, result)
-    np.add.at(result, places, widen(values))
-    np.add.at(squares, places, widen(values) ** 2)
-    most = int(np.bincount(places.reshape(-1)).max(initial=1)) + 1
+    places: Any = ids.astype(np.int64)
+    if operation.op.startswith(("aten.scatter.src", "aten.scatter_.src", "aten.scatter_add")):
+        axis = int(argument(operation, "dim"))
+        places = np.indices(ids.shape)
+        places[axis] = ids
+        places, values = tuple(places), values[tuple(slice(0, n) for n in ids.shape)]
+    elif not operation.op.startswith("aten.index_put"):
+        return None
+    if adds:
+        return _added(operation, places, widen(values))
+    result = widen(data).copy()
+    result[places] = widen(values)
+    return exact(operation, result)
+
+
+@formula("index_add")
+def _index_add(operation: Operation) -> Replayed | None:
+    """Adds `alpha` times each slice of the last argument to the slice that an index says."""
+    data, ids, values = operation.inputs
+    axis = int(argument(operation, "dim", default=0)) % data.ndim
+    places = (*(slice(None) for _ in range(axis)), ids.astype(np.int64))
+    return _added(operation, places, float(argument(operation, "alpha", default=1)) * widen(values))
+
+
+def _added(operation: Operation, places: Any, values: Any) -> Replayed:
+    """The first input with values added to it, several perhaps to one place."""
+    result = widen(operation.inputs[0]).copy()
+    squares, counts = np.square(result), np.ones(result.shape)
+    np.add.at(result, places, values)
+    np.add.at(squares, places, np.square(values))
+    np.add.at(counts, places, 1)
+    most = int(counts.max(initial=1))
     return rounded(operation, result, accumulated(operation, result, squares, most))
 
 
@@ -243,17 +264,6 @@ def _argument_of_the_largest(operation: Operation) -> Replayed | None:
     return exact(operation, found.reshape(operation.shape))
 
 
-@formula("zeros", "ones", "full")
-def _constant(operation: Operation) -> Replayed | None:
-    value = {"zeros": 0.0, "ones": 1.0}.get(operation.canonical)
-    if value is None:
-        given = [x for x in operands(operation) if isinstance(x, int | float)]
-        value = argument(
-            operation, "fill_value", "value", "s", default=given[-1] if given else None
-        )
-    return exact(operation, np.full(operation.shape, float(value)))
-
-
 @formula("tril", "triu")
 def _triangle(operation: Operation) -> Replayed | None:
     function = np.tril if operation.canonical == "tril" else np.triu
@@ -269,3 +279,87 @@ def _repeat(operation: Operation) -> Replayed | None:
         return exact(operation, np.tile(data, times))
     axis = argument(operation, "dim", "axis")
     return exact(operation, np.repeat(data, int(times), axis=axis))
+
+
+@formula("flip")
+def _flip(operation: Operation) -> Replayed | None:
+    data = widen(operation.inputs[0])
+    return exact(operation, np.flip(data, axes_of(operation, data.ndim)))
+
+
+@formula("roll")
+def _roll(operation: Operation) -> Replayed | None:
+    axes = argument(operation, "dims", "axis")
+    shifts = argument(operation, "shifts", "shift")
+    if not axes and axes != 0:
+        axes, shifts = None, shifts[0] if isinstance(shifts, list) else shifts
+    return exact(operation, np.roll(widen(operation.inputs[0]), shifts, axes))
+
+
+@formula("sort")
+def _sort(operation: Operation) -> Replayed | None:
+    """The values in order; which of equal ones comes first is not for a formula to say."""
+    data = widen(operation.inputs[0])
+    axis = argument(operation, "dim", "axis", default=-1)
+    sign = -1 if argument(operation, "descending", default=False) else 1
+    ranked = sign * np.sort(sign * data, axis=axis)
+    if not operation.output:
+        return exact(operation, ranked) if not np.isnan(data).any() else None
+    if (np.diff(ranked, axis=axis) == 0).any():
+        return None
+    return exact(operation, np.argsort(sign * data, axis=axis))
+
+
+@formula("pad")
+def _pad(operation: Operation) -> Replayed | None:
+    """With a constant, or less of it where the width is negative."""
+    data = widen(operation.inputs[0])
+    if argument(operation, "mode", default="constant") != "constant":
+        return None
+    given = argument(operation, "pad", "pad_width")
+    if operation.op.startswith("aten"):  # the last dimension comes first
+        pairs = [tuple(given[i : i + 2]) for i in range(0, len(given), 2)][::-1]
+        pairs = [(0, 0)] * (data.ndim - len(pairs)) + pairs
+    else:
+        pairs = [tuple(pair) for pair in np.broadcast_to(given, (data.ndim, 2)).tolist()]
+    value = np.full(operation.shape, float(argument(operation, "value", "constant_values") or 0))
+    sizes = zip(data.shape, pairs, strict=True)
+    kept = data[tuple(slice(max(0, -a), n - max(0, -b)) for n, (a, b) in sizes)]
+    starts = (max(0, before) for before, _ in pairs)
+    value[tuple(slice(a, a + n) for a, n in zip(starts, kept.shape, strict=True))] = kept
+    return exact(operation, value)
+
+
+@formula("diagonal")
+def _diagonal(operation: Operation) -> Replayed | None:
+    return exact(operation, _on_diagonal(operation, widen(operation.inputs[0]), 0, 1))
+
+
+@formula("diag_embed", "diagonal_backward")
+def _diagonal_alone(operation: Operation) -> Replayed | None:
+    """Zeros but for a diagonal."""
+    value = np.zeros(math.prod(operation.shape))
+    places = np.arange(value.size).reshape(operation.shape)
+    first = (-2, -1) if operation.canonical == "diag_embed" else (0, 1)
+    value[_on_diagonal(operation, places, *first)] = widen(operation.inputs[0])
+    return exact(operation, value.reshape(operation.shape))
+
+
+def _on_diagonal(operation: Operation, data: Any, *axes: int) -> Any:
+    offset = int(argument(operation, "offset", default=0))
+    places = zip((("dim1", "axis1"), ("dim2", "axis2")), axes, strict=True)
+    return np.diagonal(data, offset, *(int(argument(operation, *n, default=d)) for n, d in places))
+
+
+@formula("pixel_shuffle", "pixel_unshuffle")
+def _pixel_shuffle(operation: Operation) -> Replayed | None:
+    """(..., C r r, H, W) to (..., C, H r, W r), and back."""
+    data = widen(operation.inputs[0])
+    *batch, channels, height, width = data.shape
+    r, rank = int(argument(operation, "upscale_factor", "downscale_factor")), len(batch)
+    if operation.canonical == "pixel_shuffle":
+        parts, order = (channels // r**2, r, r, height, width), (0, 3, 1, 4, 2)
+    else:
+        parts, order = (channels, height // r, r, width // r, r), (0, 2, 4, 1, 3)
+    moved = data.reshape(*batch, *parts).transpose(*range(rank), *(rank + i for i in order))
+    return exact(operation, moved.reshape(operation.shape))

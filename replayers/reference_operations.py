@@ -26,6 +26,15 @@ FORMULAS: Final[dict[str, Formula]] = {}
 COMPLEX: Final[set[str]] = set()
 """Names whose formulas hold for complex numbers too. Filled in `reference_complex`."""
 
+_UNFIT: Final = (
+    *(LookupError, TypeError, ValueError, ArithmeticError, AttributeError, StopIteration),
+    MemoryError,
+)
+"""What comes of recorded arguments of another form than a formula knows."""
+
+_ROOM: Final = 1 << 20
+"""Elements that any formula may need besides its inputs and its result."""
+
 LARGEST: Final = 6.0
 """Spreads that the largest error is allowed."""
 
@@ -53,8 +62,8 @@ def recompute(operation: Operation) -> Replayed | None:
     try:
         with np.errstate(all="ignore"):
             found = function(operation)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, StopIteration):
-        return None  # recorded arguments of another form than the formula knows
+    except _UNFIT:
+        return None
     if found is None or found.value.shape != operation.shape:
         return None
     return found
@@ -63,8 +72,24 @@ def recompute(operation: Operation) -> Replayed | None:
 # ---- pieces -------------------------------------------------------------------------------------
 
 
+def check_room(operation: Operation, shape: Sequence[int], times: int = 8) -> None:
+    """
+    Raises:
+        ValueError: An array of this shape is so much larger than what is on record of the operation
+            that the record must be wrong.
+    """
+    known = sum(array.size for array in operation.inputs) + math.prod(operation.shape)
+    if math.prod(shape) > times * known + _ROOM:
+        raise ValueError(f"no operation of {known} elements needs {tuple(shape)}")
+
+
 def operands(operation: Operation) -> list[Any]:
-    """Data arguments in order: arrays, widened to float64, and numbers."""
+    """Data arguments in order: arrays, widened to float64, and numbers.
+
+    Raises:
+        ValueError: They do not go together, or make a larger result than is on record.
+    """
+    check_room(operation, np.broadcast_shapes(*(array.shape for array in operation.inputs)))
     arrays = iter([widen(array) for array in operation.inputs])
     if not operation.operands:
         return list(arrays)
@@ -320,7 +345,7 @@ def _gelu(operation: Operation) -> Replayed | None:
     return rounded(operation, 0.5 * data * (1 + inner), error)
 
 
-# ---- products and reductions --------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------
 
 
 def product(operation: Operation, a: Floats, b: Floats) -> tuple[Floats, Floats]:
@@ -353,98 +378,3 @@ def _addmm(operation: Operation) -> Replayed | None:
     value, spread = product(operation, a, b)
     between = ROUNDING * roundoff(operation) * np.abs(value)
     return rounded(operation, beta * added + alpha * value, abs(alpha) * together(spread, between))
-
-
-@formula("sum", "mean")
-def _sum(operation: Operation) -> Replayed | None:
-    data = widened(operation.inputs[0])
-    axes = axes_of(operation, data.ndim)
-    keep = bool(argument(operation, "keepdim", "keepdims", default=False))
-    value, spread = summed(operation, data, axes, keep)
-    terms = math.prod(data.shape[axis] for axis in axes) if operation.canonical == "mean" else 1
-    return rounded(operation, value / terms, spread / terms)
-
-
-def summed(
-    operation: Operation, data: Floats, axes: tuple[int, ...], keep: bool = False
-) -> tuple[Floats, Floats]:
-    """The sum over axes, and the spread of its error."""
-    length = math.prod(data.shape[axis] for axis in axes)
-    value = data.sum(axis=axes, keepdims=keep)
-    spread = accumulated(operation, value, squared(data).sum(axis=axes, keepdims=keep), length)
-    # Small terms that are added to a large sum one by one are all rounded one way: K u |y| / 4.
-    return value, together(spread, roundoff(operation) * length * np.abs(value) / 4 / LARGEST)
-
-
-@formula("max", "min")
-def _extreme(operation: Operation) -> Replayed | None:
-    if len(operation.inputs) != 1 or operation.output:
-        return None
-    data = widen(operation.inputs[0])
-    keep = bool(argument(operation, "keepdim", "keepdims", default=False))
-    function = np.max if operation.canonical == "max" else np.min
-    return exact(operation, function(data, axis=axes_of(operation, data.ndim), keepdims=keep))
-
-
-@formula("norm")
-def _norm(operation: Operation) -> Replayed | None:
-    order = argument(operation, "ord", default=2)
-    data = widen(operation.inputs[0])
-    axes = axes_of(operation, data.ndim)
-    keep = bool(argument(operation, "keepdim", "keepdims", default=False))
-    if float(order) != 2:
-        return None
-    value = np.sqrt(squared(data).sum(axis=axes, keepdims=keep))
-    length = math.prod(data.shape[axis] for axis in axes)
-    relative = roundoff(operation) * (math.sqrt(length) / 6 + FUNCTION)
-    return rounded(operation, value, relative * value)
-
-
-@formula("cumsum")
-def _cumsum(operation: Operation) -> Replayed | None:
-    data = widen(operation.inputs[0])
-    axis = int(argument(operation, "dim", "axis", default=0))
-    if argument(operation, "reverse") or argument(operation, "inclusive", default=True) is False:
-        return None
-    value = np.cumsum(data, axis=axis)
-    squares = np.cumsum(squared(widened(data)), axis=axis)
-    return rounded(operation, value, accumulated(operation, value, squares, data.shape[axis]))
-
-
-@formula("softmax")
-def _softmax(operation: Operation) -> Replayed | None:
-    """The error of an exponential is that of its argument, the difference from the largest."""
-    data = widen(operation.inputs[0])
-    axes = axes_of(operation, data.ndim)
-    value, shifted = softmax_of(data, axes)
-    length = math.prod(data.shape[axis] for axis in axes)
-    small = np.minimum(np.where(np.isfinite(shifted), -shifted, 0.0), 100.0)
-    relative = roundoff(operation) * (FUNCTION + small + math.sqrt(length) / 3)
-    return rounded(operation, value, relative * value)
-
-
-def softmax_of(data: Floats, axes: Sequence[int]) -> tuple[Floats, Floats]:
-    """Softmax, and the arguments of its exponentials."""
-    shifted = data - data.max(axis=tuple(axes), keepdims=True)
-    weights = np.exp(shifted)
-    return weights / weights.sum(axis=tuple(axes), keepdims=True), shifted
-
-
-@formula("log_softmax", "logsumexp")
-def _log_softmax(operation: Operation) -> Replayed | None:
-    """Small terms of the sum of exponentials may all be rounded one way: K u is allowed, which is
-    six spreads."""
-    data = widen(operation.inputs[0])
-    axes = axes_of(operation, data.ndim)
-    top = data.max(axis=axes, keepdims=True)
-    log = np.log(np.exp(data - top).sum(axis=axes, keepdims=True))
-    length = math.prod(data.shape[axis] for axis in axes)
-    unit = roundoff(operation)
-    if operation.canonical == "logsumexp":
-        value = top + log
-        if not argument(operation, "keepdim", "keepdims", default=False):
-            value = value.squeeze(axes)
-        return rounded(operation, value, unit * (length / LARGEST + np.abs(value)))
-    shifted = data - top
-    error = unit * (length / LARGEST + np.abs(shifted) + np.abs(log))
-    return rounded(operation, shifted - log, error)

@@ -302,7 +302,7 @@ _MOVERS: Final = frozenset(
     {
         *("reshape", "squeeze", "unsqueeze", "expand", "transpose", "concatenate", "stack"),
         *("slice", "select", "split", "embedding", "take", "take_along_axis", "index"),
-        *("tril", "triu", "repeat", "tile", "slice_update"),
+        *("tril", "triu", "repeat", "tile", "slice_update", "flip", "roll", "pad", "diagonal"),
     }
 )
 
@@ -323,7 +323,8 @@ def _moved(use: Use) -> Part | None:
         if grad is None:
             continue
         asked = replace(operation, inputs=inputs, output=output, shape=grad.shape, dtype="float64")
-        asked = replace(asked, args={**asked.args, "arg2": 0})  # a number that is put there
+        constants = {"arg2": 0, "value": 0, "constant_values": 0}  # numbers that are put there
+        asked = replace(asked, args={**asked.args, **constants})
         moved = FORMULAS[operation.canonical](asked)
         if moved is None or moved.value.shape != grad.shape:
             return None

@@ -14,9 +14,9 @@ from tracediff.replayers.reference_operations import (
     argument,
     axes_of,
     roundoff,
-    softmax_of,
     widen,
 )
+from tracediff.replayers.reference_reductions import softmax_of
 from tracediff.replayers.reference_rounding import together
 from tracediff.replayers.reference_vjp import Part, given, part, rule
 from tracediff.replayers.reference_vjp_products import restored

@@ -179,7 +179,7 @@ squeeze          squeeze                                       | squeeze
 unsqueeze        unsqueeze                                     | expand_dims atleast_1d atleast_2d
 concatenate      cat                                           | concatenate concat
 stack            stack                                         | stack
-split            split split_with_sizes chunk unbind tensor_split | split
+split            split split_with_sizes unsafe_split chunk unbind tensor_split | split
 repeat           repeat repeat_interleave                      | repeat
 tile             tile                                          | tile
 pad              constant_pad_nd                               | pad
@@ -203,7 +203,7 @@ detach           detach alias                                  | stop_gradient
 zeros            zeros zeros_like new_zeros zero               | zeros zeros_like
 ones             ones ones_like new_ones                       | ones ones_like
 full             full full_like new_full fill scalar_tensor    | full full_like
-arange           arange                                        | arange linspace
+arange           arange linspace                               | arange linspace
 eye              eye                                           | eye identity
 tri              tril_indices triu_indices                     | tri
 one_hot          one_hot                                       |
