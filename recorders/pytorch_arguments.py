@@ -109,7 +109,8 @@ class Given(NamedTuple):
     Attributes:
         arguments: Tensors in the order of the schema, those of lists one by one.
         attributes: Other arguments, by name.
-        operands: Data arguments in order, None for a tensor, where some are numbers; else ().
+        operands: Data arguments in order, None for a tensor and for a list of them, a tuple for a
+            list of numbers, where some are numbers; else ().
     """
 
     arguments: list[Argument]
@@ -293,9 +294,19 @@ def given(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             has_numbers = True
         elif isinstance(value, _NUMBER) and parameter.number:
             attributes[parameter.name] = value
+        elif function.on_lists and isinstance(value, list | tuple) and _is_json(value):
+            operands.append(tuple(value))
+            has_numbers = True
         elif value is not None:
-            _take(parameter, value, arguments, attributes)
+            taken = _take(parameter, value, arguments, attributes)
+            if function.on_lists and taken:
+                operands.append(None)
     return Given(arguments, attributes, operands if has_numbers else ())
+
+
+def operands_of(operands: Sequence[Any], place: int) -> Sequence[Any]:
+    """Those of one element of the lists that an operation works on."""
+    return [each[place] if isinstance(each, tuple) else each for each in operands]
 
 
 def _pairs(
@@ -311,8 +322,9 @@ def _pairs(
 
 def _take(
     parameter: Parameter, value: Any, arguments: list[Argument], attributes: dict[str, Any]
-) -> None:
-    """Adds a list of tensors to the arguments, or what is neither tensor nor number."""
+) -> bool:
+    """Adds a list of tensors to the arguments, or what is neither tensor nor number; says whether
+    there were tensors."""
     tensors = [] if _is_json(value) else flat(value)
     for index, tensor in enumerate(tensors):
         arguments.append(
@@ -320,6 +332,7 @@ def _take(
         )
     if not (tensors or parameter.silent) and (plain := _plain(value)) is not None:
         attributes[parameter.name] = plain
+    return bool(tensors)
 
 
 def shares(function: Function, arguments: Sequence[Argument]) -> list[Sequence[int]]:

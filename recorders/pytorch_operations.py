@@ -32,6 +32,7 @@ from tracediff.recorders.pytorch_arguments import (
     flat,
     function_of,
     given,
+    operands_of,
     outputs_of,
     shares,
 )
@@ -229,7 +230,7 @@ class OperationHooks:
                 if self._flow.is_blank(look):
                     return result  # a view of memory that nothing was written to
         shared = outputs_of(function, arguments, parts, outputs)
-        for part, own in zip(parts, shared, strict=True):
+        for element, (part, own) in enumerate(zip(parts, shared, strict=True)):
             if part.place is None:
                 self._unseen(own if written else ())
                 continue
@@ -243,7 +244,8 @@ class OperationHooks:
                 base = self._viewed([looks[i] for i in part.arguments], own)
                 if base is not None:
                     attributes["view_of"] = base
-            operation = Operation(function.name, part.place, inputs, plain, operands, attributes)
+            data = operands_of(operands, element) if function.on_lists else operands
+            operation = Operation(function.name, part.place, inputs, plain, data, attributes)
             if function.collective:
                 self._collectives.started(operation, own)
             else:

@@ -19,7 +19,7 @@ from tracediff.replayers.reference_operations import (
     widen,
 )
 from tracediff.replayers.reference_rounding import together
-from tracediff.replayers.reference_statistics import asked, centred_gradient
+from tracediff.replayers.reference_statistics import asked, centred_gradient, narrowing
 from tracediff.replaying import Floats, Operation, Replayed
 
 
@@ -113,7 +113,7 @@ def _layer_norm_backward(operation: Operation) -> Replayed | None:
         value = terms.sum(axis=rows)
         count = math.prod(grad.shape[:-1])
         error = together(
-            accumulated(operation, value, (terms**2).sum(axis=rows), count),
+            accumulated(operation, value, (terms**2).sum(axis=rows), count) * narrowing(operation),
             np.sqrt(((off * grad) ** 2).sum(axis=rows)) * (which == 1),
         )
         return rounded(operation, value, error)
@@ -138,17 +138,19 @@ def _embedding_backward(operation: Operation) -> Replayed | None:
 
 @formula("nll_loss_backward")
 def _nll_loss_backward(operation: Operation) -> Replayed | None:
-    """`-g / count` at the targets that count, zero elsewhere."""
-    if len(operation.inputs) != 4:
-        return None
-    grad, logs, targets, total = operation.inputs
+    """`-g w / total` at the targets that count, zero elsewhere; w is the weight of the class, if
+    there is one."""
+    grad, logs, targets, *weights, total = operation.inputs
     ids = targets.astype(np.int64)
     counted = ids != argument(operation, "ignore_index", default=-100)
+    ids = np.where(counted, ids, 0)
     value = np.zeros(logs.shape)
     each = -widen(grad) / (widen(total) if argument(operation, "reduction", default=1) == 1 else 1)
+    if weights:
+        each = each * widen(weights[0])[ids]
     chosen = np.broadcast_to(np.where(counted, each, 0.0), ids.shape)
-    np.put_along_axis(value, np.where(counted, ids, 0)[..., None], chosen[..., None], axis=-1)
-    return rounded(operation, value)
+    np.put_along_axis(value, ids[..., None], chosen[..., None], axis=-1)
+    return rounded(operation, value, roundoff(operation) * np.abs(value) if weights else 0.0)
 
 
 @formula("slice_backward")

@@ -9,6 +9,7 @@ from tracediff.replayers import (
     reference_decompositions,  # noqa: F401
     reference_fused,  # noqa: F401
     reference_layout,  # noqa: F401
+    reference_loss_operations,  # noqa: F401
     reference_reductions,  # noqa: F401
     reference_resampling,  # noqa: F401
     reference_scans,  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tracediff.compare.figures import unit_roundoff
-from tracediff.replayers.reference_operations import argument, exact, formula, operands, rounded
+from tracediff.replayers.reference_operations import argument, exact, formula, rounded
 from tracediff.replaying import Operation, Replayed
 
 
@@ -13,10 +13,10 @@ from tracediff.replaying import Operation, Replayed
 def _constant(operation: Operation) -> Replayed | None:
     value = {"zeros": 0.0, "ones": 1.0}.get(operation.canonical)
     if value is None:
-        given = [x for x in operands(operation) if not np.ndim(x)]
-        value = argument(
-            operation, "fill_value", "value", "s", default=given[-1] if given else None
-        )
+        # A tensor that is filled is listed among the operands, but nothing is read of it.
+        numbers = [x for x in operation.operands if x is not None]
+        given = [*(array for array in operation.inputs if not array.ndim), *numbers]
+        value = argument(operation, "fill_value", "value", "s", default=given[-1])
     return rounded(operation, np.full(operation.shape, float(value)))
 
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from tracediff.replayers.reference_operations import (
     FUNCTION,
     argument,
-    exact,
     formula,
     product,
     rounded,
@@ -245,20 +244,23 @@ _MEAN, _SUM = 1, 2
 @formula("nll_loss")
 def _nll_loss(operation: Operation) -> Replayed | None:
     """Output 0 is minus the mean (1), the sum (2) or each (0) of the targets' log-probabilities,
-    output 1 how many targets count."""
-    if len(operation.inputs) != 2:
-        return None
+    times the weight of their class if there is one; output 1 how much all targets weigh."""
     logs, targets = widen(operation.inputs[0]), operation.inputs[1].astype(np.int64)
     counted = targets != argument(operation, "ignore_index", default=-100)
-    if operation.output == 1:
-        return exact(operation, float(counted.sum()))
-    chosen = np.take_along_axis(logs, np.where(counted, targets, 0)[..., None], axis=-1)[..., 0]
-    each = np.where(counted, -chosen, 0.0)
+    ids = np.where(counted, targets, 0)
+    weights = counted.astype(np.float64)
+    if len(operation.inputs) > 2:
+        weights = weights * widen(operation.inputs[2])[ids]
+    unit, count = roundoff(operation), max(1, int(counted.sum()))
     reduction = int(argument(operation, "reduction", default=_MEAN))
+    if operation.output == 1 and reduction:  # of each, it is not filled
+        return rounded(operation, weights.sum(), unit * math.sqrt(count) * weights.sum())
+    if operation.output:
+        return None
+    each = -weights * np.take_along_axis(logs, ids[..., None], axis=-1)[..., 0]
     if reduction == 0:
-        return exact(operation, each)
-    total = each.sum()
-    number = counted.sum() if reduction == _MEAN else 1
-    unit = roundoff(operation)
-    spread = unit * math.sqrt(max(1, counted.sum())) * np.abs(each).sum() / number
-    return rounded(operation, total / number, spread + ROUNDING * unit * abs(total / number))
+        return rounded(operation, each)
+    number = weights.sum() if reduction == _MEAN else 1
+    value = each.sum() / number
+    spread = unit * math.sqrt(count) * np.abs(each).sum() / number
+    return rounded(operation, value, spread + ROUNDING * unit * abs(value))

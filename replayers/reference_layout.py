@@ -187,7 +187,7 @@ def _scatter(operation: Operation) -> Replayed | None:
     adds = bool(argument(operation, "accumulate", default="scatter_add" in operation.op))
     if data.dtype.kind in "iub":
         return None
-    places: Any = ids.astype(np.int64)
+    places: Any = ids if ids.dtype.kind == "b" else ids.astype(np.int64)
     if operation.op.startswith(("aten.scatter.src", "aten.scatter_.src", "aten.scatter_add")):
         axis = int(argument(operation, "dim"))
         places = np.indices(ids.shape)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tracediff.compare.figures import unit_roundoff
 from tracediff.replayers.reference_operations import (
     FUNCTION,
     accumulated,
@@ -205,6 +206,7 @@ def _differentiated(
         terms = g * normed if which == 1 else g
         value, squares = rows.channels(terms), rows.channels(terms**2)
         walk = accumulated(operation, value, squares, terms.size // value.size)
+        walk = walk * narrowing(operation)
         error = np.sqrt(rows.channels((off * g) ** 2)) if which == 1 else 0.0
         return rounded(operation, value, together(walk, np.asarray(error)))
     h = g * (1.0 if weight is None else rows.spread(weight))
@@ -218,6 +220,13 @@ def asked(operation: Operation) -> int:
     if mask is None:
         return operation.output
     return [place for place, wanted in enumerate(mask) if wanted][operation.output]
+
+
+def narrowing(operation: Operation) -> float:
+    """How much more a sum errs that a kernel keeps in the type of what it adds up: under autocast
+    PyTorch does so with the gradients of weights that are wider."""
+    types = [x.dtype.name for x in operation.inputs[:2] if x.dtype.kind not in "iub"]
+    return max(1.0, *(unit_roundoff(name) / roundoff(operation) for name in types))
 
 
 def centred_gradient(h: Floats, x: Floats, off: Floats, unit: float) -> tuple[Floats, Floats]:

@@ -33,6 +33,9 @@ IMAGE = (2, 4, 9, 8)
 CASES: dict[str, Case] = {}
 
 
+LABELS = torch.tensor([0, 3, -100, 5, 1, 3])
+
+
 class Function(nn.Module):
     """A function as a model."""
 
@@ -186,6 +189,42 @@ def constants(x: Tensor) -> Tensor:
     return x @ torch.eye(6, **kind) + ranges + more + torch.zeros(6, **kind).fill_(0.3)
 
 
+@of("mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy", 6, 8)
+def losses(x: Tensor) -> Tensor:
+    goal = torch.linspace(-1, 1, 48, dtype=x.dtype).view(6, 8)
+    found = functional.mse_loss(x, goal, reduction="sum") + functional.huber_loss(
+        x, goal, delta=0.5
+    )
+    each = functional.smooth_l1_loss(x, goal, beta=0.3, reduction="none")
+    found = found + each.sum() + functional.soft_margin_loss(x, goal.sign())
+    chance = functional.binary_cross_entropy(x.sigmoid(), goal.sigmoid())
+    return found + chance + functional.binary_cross_entropy_with_logits(x, goal.sigmoid())
+
+
+@of("nll_loss nll_loss_backward mse_loss_backward huber_loss_backward", 6, 8)
+def weighted(x: Tensor) -> Tensor:
+    weights = torch.linspace(0.5, 1.5, 8, dtype=x.dtype)
+    logs, goal = x.log_softmax(-1), torch.zeros_like(x)
+    each = functional.nll_loss(logs, LABELS, weights, reduction="none").square().sum()
+    found = functional.nll_loss(logs, LABELS, weights) + each + functional.nll_loss(logs, LABELS)
+    return found + functional.mse_loss(x, goal) + functional.huber_loss(x, goal, "sum")
+
+
+@of("smooth_l1_loss_backward soft_margin_loss_backward binary_cross_entropy_backward", 6, 8)
+def differentiated(x: Tensor) -> Tensor:
+    goal = torch.linspace(-1, 1, 48, dtype=x.dtype).view(6, 8)
+    found = functional.smooth_l1_loss(x, goal) + functional.soft_margin_loss(x, goal.sign())
+    return found + functional.binary_cross_entropy(x.sigmoid(), goal.sigmoid(), reduction="sum")
+
+
+@of("scatter", 6, 8)
+def masked(x: Tensor) -> Tensor:
+    """Written to where a mask says, as `Rprop` does."""
+    copy = x.clone()
+    copy[x > 0] = 0.5
+    return copy + torch.zeros_like(x).index_put((LABELS > 2,), x[LABELS > 2], accumulate=True)
+
+
 def recorded(path: Path, name: str, dtype: Any, *modes: Any, factor: float = 1.0) -> Path:
     """One forward and backward pass of a case, on an input times a factor."""
     shape, function, _ = CASES[name]
@@ -268,3 +307,34 @@ def test_an_operation_that_is_slightly_off_is_named(fault: str, tmp_path: Path) 
     assert (first.op["target"], first.blame) == (str(op), "target")
     twin = recorded(tmp_path / "c", name, torch.float32, **other)
     assert bisect(baseline, twin).outcome == "equivalent"
+
+
+def updated(path: Path, *modes: Any, factor: float = 1.0) -> Path:
+    """A step of AdamW on lists of tensors, as it is by default on accelerators."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    x = torch.randn(5, 6) * factor
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        stack.enter_context(tracediff.record(path, stack="pytorch", level="op"))
+        model(x).square().sum().backward()
+        optimizer.step()
+    return path
+
+
+@pytest.mark.parametrize("op", ["_foreach_lerp_.Scalar", "_foreach_addcdiv_.ScalarList"])
+def test_an_element_of_a_list_that_is_off_is_named(op: str, tmp_path: Path) -> None:
+    function = getattr(getattr(aten, op.split(".")[0]), op.split(".")[1])
+
+    def wrong(tensors: Any, *args: Any) -> None:
+        function(tensors, *args)
+        tensors[2].mul_(1.001)
+
+    other = {"factor": 1 + 2.0**-23}
+    baseline = updated(tmp_path / "a")
+    first = bisect(baseline, updated(tmp_path / "b", Kernel(f"aten.{op}", wrong), **other)).first
+    assert first is not None
+    assert (first.op["target"], first.path, first.blame) == (f"aten.{op}", "2.weight", "target")
+    assert bisect(baseline, updated(tmp_path / "c", **other)).outcome == "equivalent"
