@@ -162,7 +162,9 @@ def compiled_functions(libraries: tuple[str, ...]) -> Iterator[Function]:
             if type(value) is _COMPILED and (inner := _inside(value)) is not None:
                 package = inner.__module__.split(".")[0]
                 if package in libraries:
-                    yield Function(module, attribute, value, f"{package}.{inner.__name__}")
+                    name, code = f"{package}.{inner.__name__}", inner.__code__
+                    parameters = code.co_varnames[: code.co_argcount]
+                    yield Function(module, attribute, value, name, parameters)
 
 
 def _inside(compiled: Any) -> types.FunctionType | None:

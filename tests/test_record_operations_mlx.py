@@ -376,3 +376,12 @@ def test_a_gradient_of_the_users_own(record: Callable[..., Recording]) -> None:
     assert names(trace, "forward") == ["mul", "mul"]
     own = [e for e in operations(trace, "backward") if "forward_order" not in e.attributes]
     assert [e.op for e in own] == ["mlx.multiply"]
+
+
+def test_arguments_of_compiled_functions_have_their_names(
+    record: Callable[..., Recording],
+) -> None:
+    found = forward(record, lambda x, weight: nn.leaky_relu(nn.log_softmax(x, -1), 0.2) * weight)
+    args = {e.op: e.attributes.get("args") for e in operations(found)}
+    assert args["mlx.log_softmax"] == {"axis": -1}
+    assert args["mlx.leaky_relu"] == {"negative_slope": 0.2}
