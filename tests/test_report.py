@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -225,6 +225,8 @@ def test_elided_text_fits_and_is_left_alone_where_it_does(text: str, width: int)
 
 
 @given(st.text(), st.text(), st.text(), st.text())
+@example("0" * 20 + "\u0300" * 43, "", "0", "")  # which take no room
+@example("\u0300" * 500, "a", "b", "")
 def test_a_context_diff_fits_and_points_at_a_difference(
     head: str, baseline: str, target: str, tail: str
 ) -> None:

@@ -152,10 +152,11 @@ def text_diff(baseline: str, target: str, width: int) -> tuple[tuple[str, str], 
     )
     start = first
     before = width // 3
-    while start and before > 0:  # characters that become code points take more room
+    # Characters that become code points take more room, those that combine with others none.
+    while start and before > 0 and first - start < width:
         start -= 1
         before -= cell_len(_visible_character(baseline[start]))
-    window = slice(start, start + width)
+    window = slice(start, first + width)
     opcodes = SequenceMatcher(None, baseline[window], target[window], autojunk=False).get_opcodes()
     return (
         _marked(baseline[window], [(op, i, j) for op, i, j, _, _ in opcodes], start > 0, width),
