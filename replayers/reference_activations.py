@@ -30,7 +30,6 @@ _Sized = tuple[Any, Any]
 
 _Function = Callable[[Operation, Floats], _Sized]
 
-
 _lgamma: Final = np.vectorize(math.lgamma, otypes=[np.float64])
 
 
@@ -162,10 +161,8 @@ def _backward(operation: Operation) -> Replayed | None:
 
 @formula("hardtanh")
 def _hardtanh(operation: Operation) -> Replayed | None:
-    low, high = (
-        argument(operation, *names, default=default)
-        for *names, default in (("min_val", -1.0), ("max_val", 1.0))
-    )
+    low = argument(operation, "min_val", default=-1.0)
+    high = argument(operation, "max_val", default=1.0)
     return exact(operation, np.clip(widen(operation.inputs[0]), low, high))
 
 
@@ -184,14 +181,14 @@ def _logaddexp(operation: Operation) -> Replayed | None:
 
 @formula("_prelu_kernel")
 def _prelu(operation: Operation) -> Replayed | None:
-    x, weight = (widen(array) for array in operation.inputs)
+    x, weight = operands(operation)
     return rounded(operation, np.where(x > 0, x, weight * x))
 
 
 @formula("_prelu_kernel_backward")
 def _prelu_backward(operation: Operation) -> Replayed | None:
     """Gradients of the input and, element by element, of the weight."""
-    grad, x, weight = (widen(array) for array in operation.inputs)
+    grad, x, weight = operands(operation)
     if operation.output:
         return rounded(operation, np.where(x > 0, 0.0, x * grad))
     return rounded(operation, np.where(x > 0, grad, weight * grad))

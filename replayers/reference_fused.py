@@ -257,7 +257,8 @@ def _nll_loss(operation: Operation) -> Replayed | None:
         return rounded(operation, weights.sum(), unit * math.sqrt(count) * weights.sum())
     if operation.output:
         return None
-    each = -weights * np.take_along_axis(logs, ids[..., None], axis=-1)[..., 0]
+    chosen = np.take_along_axis(logs, ids[..., None], axis=-1)[..., 0]
+    each = np.where(counted, -weights * chosen, 0.0)  # of one that is ignored, it may be infinite
     if reduction == 0:
         return rounded(operation, each)
     number = weights.sum() if reduction == _MEAN else 1

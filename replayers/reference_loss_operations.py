@@ -11,10 +11,10 @@ from tracediff.replayers.reference_operations import (
     FUNCTION,
     argument,
     formula,
+    operands,
     rounded,
     roundoff,
     sigmoid_of,
-    widen,
 )
 from tracediff.replayers.reference_reductions import summed
 from tracediff.replayers.reference_rounding import together
@@ -96,7 +96,7 @@ _SLOPES: Final[Mapping[str, _Each]] = {
 @formula(*_LOSSES)
 def _loss(operation: Operation) -> Replayed | None:
     """Without weights: of more tensors than two it is not on record which they are."""
-    x, y = (widen(array) for array in operation.inputs)
+    x, y = operands(operation)
     each, size = _LOSSES[operation.canonical](operation, x, y)
     error = FUNCTION * roundoff(operation) * np.broadcast_to(size, each.shape)
     reduction = int(argument(operation, "reduction", default=_MEAN))
@@ -109,7 +109,7 @@ def _loss(operation: Operation) -> Replayed | None:
 
 @formula(*_SLOPES)
 def _gradient(operation: Operation) -> Replayed | None:
-    grad, x, y = (widen(array) for array in operation.inputs)
+    grad, x, y = operands(operation)
     slope, size = _SLOPES[operation.canonical](operation, x, y)
     terms = slope.size if int(argument(operation, "reduction", default=_MEAN)) == _MEAN else 1
     error = FUNCTION * roundoff(operation) * np.abs(grad) * size / terms

@@ -351,7 +351,7 @@ def _gelu(operation: Operation) -> Replayed | None:
     return rounded(operation, 0.5 * data * (1 + inner), error)
 
 
-# ---- products --------------------------------------------------------------------
+# ---- products -----------------------------------------------------------------------------------
 
 
 def product(operation: Operation, a: Floats, b: Floats) -> tuple[Floats, Floats]:
